@@ -1,0 +1,1 @@
+"""3D-parallel training of language models, composed from the trainwright libraries."""

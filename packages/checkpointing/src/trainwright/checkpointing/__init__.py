@@ -1,0 +1,1 @@
+"""Activation recomputation and durable, resharding training state for PyTorch."""

@@ -1,0 +1,1 @@
+"""Communicators, collective algorithms and what ranks must agree on, for PyTorch."""

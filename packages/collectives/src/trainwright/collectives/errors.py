@@ -1,0 +1,25 @@
+"""Errors of the collectives package."""
+
+
+class CollectiveError(RuntimeError):
+    """Something went wrong in or around a collective operation."""
+
+
+class UsageError(CollectiveError, ValueError):
+    """The caller asked for something the contract does not allow; raised before any transfer."""
+
+
+class PeerFailedError(CollectiveError):
+    """Another rank failed; ``rank`` names it (in the world) and ``cause`` says why."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(f"rank {rank} failed: {cause}")
+        self.rank = rank
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[type["PeerFailedError"], tuple[int, str]]:
+        return type(self), (self.rank, self.cause)
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """A peer did not arrive in time; the message names the operation and who is missing."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules as verified, simulated, drawn and executed data."""

@@ -1,0 +1,1 @@
+"""Meshes, placements, data and tensor parallelism for PyTorch modules."""

@@ -1,0 +1,1 @@
+"""Clipping, learning-rate schedules and guards that all ranks agree on."""
