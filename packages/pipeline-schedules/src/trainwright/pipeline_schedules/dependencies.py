@@ -1,0 +1,177 @@
+"""What an action waits for, and when it can run: the graph that verifier and simulator share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from trainwright.pipeline_schedules.actions import COMPUTE_KINDS, Kind
+from trainwright.pipeline_schedules.schedule import Rows, Schedule
+
+RowNumbers = NDArray[np.int32]
+"""For each row of a packed schedule the number of another row, or the number of rows for none."""
+
+
+@attrs.frozen(eq=False)
+class Waits:
+    """Rows that other rows wait for: ``needs[i]`` must be done before row i, with some delay.
+
+    Args:
+        needs: Row numbers, int32 ``[n]``; n itself where the row waits for nothing.
+        delay: Time between the end of the row waited for and the earliest start, ``[n]``, or None.
+    """
+
+    needs: RowNumbers
+    delay: NDArray[np.float64] | None = None
+
+
+@attrs.frozen(eq=False)
+class Stuck:
+    """Where every rank stands when nothing can run any more: row numbers, -1 for a finished rank."""
+
+    rows: NDArray[np.int64]
+
+
+def earliest_times(
+    offsets: NDArray[np.int64], durations: NDArray[np.float64], waits: Sequence[Waits]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]] | Stuck:
+    """Let every rank run its rows in order, each as soon as what it waits for is done.
+
+    Rows are visited in rounds, one row a rank, all ranks of a round at once, so that the number of
+    numpy calls follows the length of the longest chain and not the number of actions.
+
+    Returns:
+        Starts and ends of all rows, or where the ranks are stuck.
+    """
+    num_rows = len(durations)
+    starts = np.zeros(num_rows)
+    ends = np.full(num_rows + 1, np.inf)
+    ends[num_rows] = -np.inf
+    position = offsets[:-1].copy()
+    free = np.zeros(len(position))
+    active = np.flatnonzero(position < offsets[1:])
+    while len(active):
+        rows = position[active]
+        start = free[active]
+        for wait in waits:
+            done = ends[wait.needs[rows]]
+            start = np.maximum(start, done if wait.delay is None else done + wait.delay[rows])
+        ready = start < np.inf
+        if not ready.all():
+            active_now = active[ready]
+            rows = rows[ready]
+            start = start[ready]
+        else:
+            active_now = active
+        if not len(rows):
+            stuck = np.full(len(position), -1, dtype=np.int64)
+            stuck[active] = position[active]
+            return Stuck(stuck)
+        end = start + durations[rows]
+        starts[rows] = start
+        ends[rows] = end
+        free[active_now] = end
+        position[active_now] += 1
+        active = active[position[active] < offsets[active + 1]]
+    return starts, ends[:-1]
+
+
+def row_table(schedule: Schedule, kinds: Sequence[Kind], missing: int) -> RowNumbers:
+    """Where each (stage, microbatch) has its action of one of the kinds: int32 ``[stages, m]``.
+
+    Of several the last counts; ``missing`` stands where there is none.
+    """
+    rows = schedule.packed
+    table = np.full((schedule.num_stages, schedule.num_microbatches), missing, dtype=np.int32)
+    chosen = np.flatnonzero(np.isin(rows[:, 0], kinds))
+    table[rows[chosen, 1], rows[chosen, 2]] = chosen
+    return table
+
+
+def waits(schedule: Schedule, latency: NDArray[np.float64] | float = 0.0) -> tuple[Waits, Waits]:
+    """What every action waits for, given that each action it needs exists once.
+
+    The first holds what comes from a neighbouring stage: for F the F of the stage before, for B
+    and I the B or I of the stage behind; where the schedule is lowered and the stages are on
+    different ranks the receive stands between, and waits for its send. The second holds what comes
+    from the own stage: for B and I the F, for W the I, for a send what it sends, for a reduction
+    the last weight gradient.
+
+    Args:
+        schedule: Known to be complete.
+        latency: Delay of a boundary between stages on different ranks, one number or one for
+            each boundary, ``[stages - 1]``.
+    """
+    none = schedule.num_actions
+    ranks = np.asarray(schedule.rank_of_stage)
+    crosses = ranks[1:] != ranks[:-1]
+    forward = row_table(schedule, (Kind.F,), none)
+    backward = row_table(schedule, (Kind.B, Kind.I), none)
+    # Row s of these: what stage s gets from the stage before, or from the stage behind.
+    from_before = np.full_like(forward, none)
+    from_before[1:] = forward[:-1]
+    from_behind = np.full_like(backward, none)
+    from_behind[:-1] = backward[1:]
+    neighbour = np.full(none, none, dtype=np.int32)
+    own = np.full(none, none, dtype=np.int32)
+    if schedule.lowered:
+        send_f = row_table(schedule, (Kind.SEND_F,), none)
+        send_b = row_table(schedule, (Kind.SEND_B,), none)
+        _fill(neighbour, schedule, (Kind.RECV_F,), np.roll(send_f, 1, axis=0))
+        _fill(neighbour, schedule, (Kind.RECV_B,), np.roll(send_b, -1, axis=0))
+        from_before[1:][crosses] = row_table(schedule, (Kind.RECV_F,), none)[1:][crosses]
+        from_behind[:-1][crosses] = row_table(schedule, (Kind.RECV_B,), none)[:-1][crosses]
+        _fill(own, schedule, (Kind.SEND_F,), forward)
+        _fill(own, schedule, (Kind.SEND_B,), backward)
+        _fill(own, schedule, (Kind.REDUCE,), _last_weight_gradient(schedule)[:, None])
+    _fill(neighbour, schedule, (Kind.F,), from_before)
+    _fill(neighbour, schedule, (Kind.B, Kind.I), from_behind)
+    _fill(own, schedule, (Kind.B, Kind.I), forward)
+    _fill(own, schedule, (Kind.W,), backward)
+    delay = _delays(schedule, np.where(crosses, latency, 0.0))
+    return Waits(neighbour, delay), Waits(own)
+
+
+def _fill(needs: RowNumbers, schedule: Schedule, kinds: Sequence[Kind], table: RowNumbers) -> None:
+    """Let the rows of these kinds wait for what the table holds at their stage and microbatch."""
+    rows = schedule.packed
+    chosen = np.flatnonzero(np.isin(rows[:, 0], kinds))
+    # The microbatch of a reduction is -1, which finds the only column of its table.
+    needs[chosen] = table[rows[chosen, 1], rows[chosen, 2]]
+
+
+def _last_weight_gradient(schedule: Schedule) -> RowNumbers:
+    last = np.full(schedule.num_stages, -1, dtype=np.int32)
+    chosen = np.flatnonzero(np.isin(schedule.packed[:, 0], (Kind.B, Kind.W)))
+    np.maximum.at(last, schedule.packed[chosen, 1], chosen.astype(np.int32))
+    return np.where(last < 0, schedule.num_actions, last).astype(np.int32)
+
+
+def _delays(schedule: Schedule, hop: NDArray[np.float64]) -> NDArray[np.float64] | None:
+    """The delay before each F, B and I; none at all where no boundary has one."""
+    if not hop.any():
+        return None
+    rows = schedule.packed
+    delay = np.zeros(schedule.num_actions)
+    chosen = np.flatnonzero(rows[:, 0] == Kind.F)
+    delay[chosen] = np.concatenate([[0.0], hop])[rows[chosen, 1]]
+    chosen = np.flatnonzero(np.isin(rows[:, 0], (Kind.B, Kind.I)))
+    delay[chosen] = np.concatenate([hop, [0.0]])[rows[chosen, 1]]
+    return delay
+
+
+def only_compute(schedule: Schedule) -> Schedule:
+    """The same schedule without transfers, reductions and other actions that do not compute."""
+    if not schedule.lowered:
+        return schedule
+    actions: list[Rows] = [rows[np.isin(rows[:, 0], COMPUTE_KINDS)] for rows in schedule.actions]
+    return Schedule(
+        actions,
+        schedule.rank_of_stage,
+        schedule.num_microbatches,
+        schedule.name,
+        forward_only=schedule.forward_only,
+    )

@@ -1,0 +1,123 @@
+"""From what is computed to what is also sent, received and reduced."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from trainwright.pipeline_schedules.actions import NO_MICROBATCH, Kind
+from trainwright.pipeline_schedules.dependencies import Stuck, earliest_times, waits
+from trainwright.pipeline_schedules.errors import ScheduleError
+from trainwright.pipeline_schedules.schedule import Rows, Schedule
+from trainwright.pipeline_schedules.verify import verify
+
+# At one instant messages come first, so that what is ready travels before the next computation.
+_MESSAGE, _REDUCTION, _COMPUTATION = 0, 1, 2
+_EXPECTED_COST = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+
+
+def lower(schedule: Schedule) -> Schedule:
+    """Add the transfers between ranks, and one reduction a stage after its last weight gradient.
+
+    The order cannot deadlock, not even where a send waits for its receive: all computations and
+    messages stand in one total order in time (of a run at F = I = W = 1, B = 2), a message when
+    its sender is done, and each rank's list is what of that order concerns it. So the earliest
+    thing that is not done can always be done. Between two ranks, messages of both directions
+    (which for two stages share a peer) stand in the same order on both sides; transports
+    without tags pair them right. Neighbouring stages on one rank need no transfer.
+
+    Returns:
+        The lowered schedule; a lowered one is returned as it is.
+
+    Raises:
+        ScheduleError: The schedule does not verify.
+    """
+    if schedule.lowered:
+        return schedule
+    verify(schedule)
+    starts, ends = _expected_times(schedule)
+    ranks = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
+    computations = _Events(schedule.packed, ranks, starts, _COMPUTATION)
+    events = [computations, *_messages(schedule, ends)]
+    if not schedule.forward_only:
+        events.append(_reductions(schedule, ranks, ends))
+    actions = _in_order(events, schedule.num_ranks)
+    return Schedule(
+        actions,
+        schedule.rank_of_stage,
+        schedule.num_microbatches,
+        schedule.name,
+        forward_only=schedule.forward_only,
+        lowered=True,
+    )
+
+
+@attrs.frozen(eq=False)
+class _Events:
+    """Rows to place: on which rank, at what time, in which class among equal times."""
+
+    rows: Rows
+    ranks: NDArray[np.int64]
+    times: NDArray[np.float64]
+    order: int
+    tie: NDArray[np.int64] | None = None
+
+
+def _expected_times(schedule: Schedule) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    cost_of_kind = np.zeros(max(Kind) + 1)
+    for kind, cost in _EXPECTED_COST.items():
+        cost_of_kind[kind] = cost
+    durations = cost_of_kind[schedule.packed[:, 0]]
+    times = earliest_times(schedule.offsets, durations, waits(schedule))
+    assert not isinstance(times, Stuck), "a verified schedule runs to its end"
+    return times
+
+
+def _messages(schedule: Schedule, ends: NDArray[np.float64]) -> list[_Events]:
+    """Both ends of every transfer, at the time when the sender is done."""
+    rows = schedule.packed
+    owner = np.asarray(schedule.rank_of_stage)
+    forward = rows[:, 0] == Kind.F
+    backward = (rows[:, 0] == Kind.B) | (rows[:, 0] == Kind.I)
+    events = []
+    for producers, step, send, recv in (
+        (forward, 1, Kind.SEND_F, Kind.RECV_F),
+        (backward, -1, Kind.SEND_B, Kind.RECV_B),
+    ):
+        target = rows[:, 1] + step
+        inside = producers & (target >= 0) & (target < schedule.num_stages)
+        inside[inside] = owner[target[inside]] != owner[rows[inside, 1]]
+        chosen = np.flatnonzero(inside)
+        for kind, stages in ((send, rows[chosen, 1]), (recv, target[chosen])):
+            end = np.stack([np.full_like(stages, kind), stages, rows[chosen, 2]], axis=1)
+            # The producing row breaks ties, the same way on both ranks.
+            events.append(_Events(end, owner[stages], ends[chosen], _MESSAGE, tie=chosen))
+    return events
+
+
+def _reductions(schedule: Schedule, ranks: NDArray[np.int64], ends: NDArray[np.float64]) -> _Events:
+    """One reduction a stage, when its last weight gradient is there."""
+    rows = schedule.packed
+    chosen = np.flatnonzero((rows[:, 0] == Kind.B) | (rows[:, 0] == Kind.W))
+    last = np.zeros(schedule.num_stages)
+    np.maximum.at(last, rows[chosen, 1], ends[chosen])
+    stages = np.arange(schedule.num_stages, dtype=np.int32)
+    reductions = np.stack(
+        [np.full_like(stages, Kind.REDUCE), stages, np.full_like(stages, NO_MICROBATCH)], axis=1
+    )
+    return _Events(reductions, np.asarray(schedule.rank_of_stage), last, _REDUCTION)
+
+
+def _in_order(events: list[_Events], num_ranks: int) -> list[Rows]:
+    rows = np.concatenate([part.rows for part in events])
+    ranks = np.concatenate([part.ranks for part in events])
+    times = np.concatenate([part.times for part in events])
+    order = np.concatenate([np.full(len(part.rows), part.order, np.int8) for part in events])
+    tie = np.concatenate(
+        [np.zeros(len(part.rows), np.int64) if part.tie is None else part.tie for part in events]
+    )
+    sequence = np.lexsort((tie, order, times, ranks))
+    bounds = np.searchsorted(ranks[sequence], np.arange(num_ranks + 1))
+    sorted_rows = rows[sequence]
+    return [sorted_rows[bounds[rank] : bounds[rank + 1]] for rank in range(num_ranks)]

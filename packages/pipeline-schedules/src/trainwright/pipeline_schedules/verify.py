@@ -1,0 +1,85 @@
+"""Whether a schedule works: complete, ordered, matched, free of deadlock, within memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from trainwright.pipeline_schedules.completeness import check_complete, check_known
+from trainwright.pipeline_schedules.deadlock import check_channels, check_ordered, check_runs
+from trainwright.pipeline_schedules.errors import ScheduleError
+from trainwright.pipeline_schedules.memory import Memory, peak_memory
+from trainwright.pipeline_schedules.schedule import Schedule
+
+Sends = Literal["rendezvous", "buffered"] | int
+"""How a send behaves: until its receive is reached, never waits, or waits when so many lie there."""
+
+
+def verify(
+    schedule: Schedule,
+    send: Sends = "rendezvous",
+    *,
+    memory: Memory = Memory(),
+    memory_limit: float | Sequence[float] | None = None,
+) -> None:
+    """Prove that a schedule works, or raise an error that names the actions and the reason.
+
+    - Known: every action names a stage of its own rank and a microbatch of the step.
+    - Complete: each stage has for each microbatch exactly one F and one B (or one I and one W); a
+      lowered schedule exactly one send and one receive for each boundary between ranks and one
+      reduction a stage.
+    - Ordered: on its rank, an action stands after everything it needs.
+    - Matched: between two ranks, messages are received in the order in which they are sent.
+    - Free of deadlock: all ranks reach the end. A schedule that is not lowered has no sends; there
+      it means that no ranks wait for each other's computations in a circle.
+    - Bounded: no rank holds more than its limit.
+
+    Args:
+        schedule: Any schedule, also an imported one.
+        send: ``"rendezvous"``: a send waits until its receive is reached. ``"buffered"``: a send
+            never waits. A number: it waits while so many messages lie in the channel to that rank;
+            0 is rendezvous.
+        memory: What each stage holds for a microbatch.
+        memory_limit: The most a rank may hold, one number or one a rank; None for no limit.
+
+    Raises:
+        ScheduleError: It does not work; ``places`` holds the ranks and actions concerned.
+    """
+    capacity = _capacity(send)
+    check_known(schedule)
+    check_complete(schedule)
+    check_ordered(schedule)
+    if schedule.lowered:
+        check_channels(schedule)
+    check_runs(schedule, capacity)
+    if memory_limit is not None:
+        _check_memory(schedule, memory, memory_limit)
+
+
+def _capacity(send: Sends) -> int | None:
+    if send == "rendezvous":
+        return 0
+    if send == "buffered":
+        return None
+    if isinstance(send, int) and not isinstance(send, bool) and send >= 0:
+        return send
+    raise ScheduleError(
+        f"send must be 'rendezvous', 'buffered' or a number of messages from 0, got {send!r}"
+    )
+
+
+def _check_memory(schedule: Schedule, memory: Memory, limit: float | Sequence[float]) -> None:
+    limits = np.asarray(limit, dtype=np.float64)
+    if limits.ndim > 1 or (limits.ndim == 1 and len(limits) != schedule.num_ranks):
+        raise ScheduleError(
+            f"memory_limit must be one number or one for each of {schedule.num_ranks} ranks, "
+            f"got {list(limits.shape)}"
+        )
+    peaks = peak_memory(schedule, memory)
+    over = np.flatnonzero(peaks > limits)
+    if len(over):
+        rank = int(over[0])
+        allowed = np.broadcast_to(limits, peaks.shape)[rank]
+        raise ScheduleError(f"rank {rank} holds up to {peaks[rank]:g}, its limit is {allowed:g}")
