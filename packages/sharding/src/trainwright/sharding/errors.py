@@ -1,0 +1,13 @@
+"""Errors of the sharding package."""
+
+
+class ShardingError(ValueError):
+    """The caller asked for something that cannot be; raised before any communication."""
+
+
+class NotAvailableError(ShardingError, NotImplementedError):
+    """A documented part of the interface that this version does not have yet."""
+
+
+class ReplicaMismatchError(ShardingError):
+    """Tensors that were declared replicated differ between ranks."""

@@ -1,0 +1,6 @@
+"""Meshes: how the ranks of a job are arranged along named axes."""
+
+from trainwright.sharding.mesh.mesh import Mesh
+from trainwright.sharding.mesh.shape import AXES, DENSE_AXES, EXPERT_AXES, MeshShape
+
+__all__ = ["AXES", "DENSE_AXES", "EXPERT_AXES", "Mesh", "MeshShape"]

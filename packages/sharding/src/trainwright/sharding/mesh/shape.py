@@ -1,0 +1,227 @@
+"""The sizes of a mesh, and where each rank stands in it: plain data without communication."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+
+import attrs
+
+from trainwright.sharding.errors import ShardingError
+
+DENSE_AXES = ("pp", "dp", "cp", "tp")
+"""The axes along which dense layers are arranged, outermost first."""
+
+EXPERT_AXES = ("pp", "edp", "ep", "etp")
+"""The axes along which the experts of a layer are arranged, outermost first."""
+
+AXES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp")
+"""Every axis name, in the order in which products of axes are written."""
+
+_CHOSEN = ("pp", "dp", "cp", "tp", "ep", "etp")
+
+
+@attrs.frozen(repr=False)
+class MeshShape:
+    """Sizes of the axes of a mesh, in two views of the same ranks.
+
+    The dense view is (pp, dp, cp, tp), the expert view (pp, edp, ep, etp); the last axis varies
+    fastest, so that tp stays inside a node. Both views share pp and cut the same dp * cp * tp
+    ranks of a pipeline stage, so edp follows: dp * cp * tp = edp * ep * etp. ``ep`` never
+    multiplies the world.
+
+    Args:
+        pp: Pipeline stages.
+        dp: Data-parallel replicas.
+        cp: Ranks that share one sequence.
+        tp: Ranks that share one layer.
+        ep: Ranks that share the experts of one layer.
+        etp: Ranks that share one expert; None means as ``tp``.
+
+    Raises:
+        ShardingError: A size is not a positive int, or ep * etp does not divide dp * cp * tp.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    _etp: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self._etp is None:
+            object.__setattr__(self, "_etp", self.tp)
+        for axis in _CHOSEN:
+            size = getattr(self, axis)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ShardingError(f"axis {axis} must be a positive int, got {size!r}")
+        stage = self.dp * self.cp * self.tp
+        if stage % (self.ep * self.etp):
+            fitting = [ep for ep in _divisors(stage) if stage % (ep * self.etp) == 0]
+            way_out = f"ep may be {_listed(fitting)}" if fitting else "choose a smaller etp"
+            raise ShardingError(
+                f"ep={self.ep} * etp={self.etp} must divide dp={self.dp} * cp={self.cp} * "
+                f"tp={self.tp} = {stage}; with this etp, {way_out}"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> MeshShape:
+        """Read a shape from text such as ``"dp=2,tp=2,pp=2"``; absent axes have size 1.
+
+        Raises:
+            ShardingError: An axis is unknown, named twice, or its size is no positive int.
+        """
+        sizes: dict[str, int] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            axis, equals, size = (piece.strip() for piece in part.partition("="))
+            if axis not in _CHOSEN:
+                raise ShardingError(f"layout {text!r}: {_unknown(axis, _CHOSEN)}")
+            if axis in sizes:
+                raise ShardingError(f"layout {text!r} names axis {axis} twice; keep one of them")
+            if not equals or not size.isdecimal() or int(size) < 1:
+                raise ShardingError(
+                    f"layout {text!r}: {axis} needs a positive int, got {part!r}; write {axis}=2"
+                )
+            sizes[axis] = int(size)
+        return cls(**sizes)
+
+    @property
+    def etp(self) -> int:
+        """Ranks that share one expert."""
+        assert self._etp is not None
+        return self._etp
+
+    @property
+    def edp(self) -> int:
+        """Replicas of each expert: what is left of a stage beside ep and etp."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def size(self, *axes: str) -> int:
+        """Return the number of ranks along a product of axes of one view."""
+        return math.prod(getattr(self, axis) for axis in self.ordered(axes))
+
+    def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return ``axes`` once each, outermost first.
+
+        Raises:
+            ShardingError: An axis is unknown, or the axes are not all of one view.
+        """
+        named = tuple(axes)
+        for axis in named:
+            if axis not in AXES:
+                raise ShardingError(_unknown(axis, AXES))
+        for view in (DENSE_AXES, EXPERT_AXES):
+            if set(named) <= set(view):
+                return tuple(axis for axis in view if axis in named)
+        raise ShardingError(
+            f"axes {', '.join(named)} belong to two views of the mesh; "
+            f"take them from {DENSE_AXES} or from {EXPERT_AXES}"
+        )
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the place of a rank on every axis of both views.
+
+        Raises:
+            ShardingError: There is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ShardingError(f"rank must be in 0..{self.world_size - 1}, got {rank}")
+        found: dict[str, int] = {}
+        for view in (DENSE_AXES, EXPERT_AXES):
+            rest = rank
+            for axis in reversed(view):
+                rest, found[axis] = divmod(rest, getattr(self, axis))
+        return {axis: found[axis] for axis in AXES}
+
+    def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """Return the rank at a place of the dense view.
+
+        Raises:
+            ShardingError: A coordinate is outside its axis.
+        """
+        place = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+        for axis, coordinate in place.items():
+            if not 0 <= coordinate < self.size(axis):
+                raise ShardingError(
+                    f"coordinate {axis}={coordinate} is outside 0..{self.size(axis) - 1}"
+                )
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+
+    def ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Return the ranks, in order, that differ from ``rank`` at most along ``axes``."""
+        varying = self.ordered(axes)
+        view = DENSE_AXES if set(varying) <= set(DENSE_AXES) else EXPERT_AXES
+        coordinates = self.coordinates(rank)
+        members = [0]
+        for axis in view:
+            size = getattr(self, axis)
+            steps = range(size) if axis in varying else (coordinates[axis],)
+            members = [member * size + step for member in members for step in steps]
+        return tuple(members)
+
+    def check(self, world_size: int) -> None:
+        """Raise unless the shape has exactly ``world_size`` ranks, saying which sizes would fit.
+
+        Raises:
+            ShardingError: The sizes do not multiply to ``world_size``.
+        """
+        if self.world_size == world_size:
+            return
+        large = [axis for axis in DENSE_AXES if self.size(axis) > 1] or ["dp"]
+        product = " * ".join(f"{axis}={self.size(axis)}" for axis in large)
+        raise ShardingError(
+            f"mesh {product} needs {self.world_size} ranks, got world_size={world_size}; "
+            f"{self._way_to(world_size)}"
+        )
+
+    def table(self) -> str:
+        """Return a text table with one line a rank and one column an axis."""
+        used = [axis for axis in AXES if axis in DENSE_AXES or self.ep > 1 or self.etp != self.tp]
+        heads = ["rank", *used]
+        width = max(4, len(str(self.world_size - 1)))
+        lines = ["  ".join(head.rjust(width) for head in heads)]
+        for rank in range(self.world_size):
+            place = self.coordinates(rank)
+            cells = [rank, *(place[axis] for axis in used)]
+            lines.append("  ".join(str(cell).rjust(width) for cell in cells))
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        sizes = {axis: getattr(self, axis) for axis in _CHOSEN}
+        unsaid = {"etp": self.tp}
+        said = [f"{axis}={size}" for axis, size in sizes.items() if size != unsaid.get(axis, 1)]
+        return ",".join(said) or "dp=1"
+
+    def __repr__(self) -> str:
+        return f"MeshShape.parse({str(self)!r})"
+
+    def _way_to(self, world_size: int) -> str:
+        for axis in ("dp", "tp", "pp", "cp"):
+            others = [other for other in DENSE_AXES if other != axis and self.size(other) > 1]
+            rest = self.world_size // self.size(axis)
+            if world_size % rest == 0:
+                kept = f"with this {' and '.join(others)}, " if others else ""
+                return f"{kept}{axis} must be {world_size // rest}"
+        return f"no change of one axis fits; the sizes must multiply to {world_size}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _listed(values: list[int]) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+def _unknown(axis: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(axis, names, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown axis {axis!r}; the axes are {', '.join(names)}{hint}"
