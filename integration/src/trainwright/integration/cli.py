@@ -1,0 +1,201 @@
+"""The command line tool."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import attrs
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from trainwright.collectives import Communicator, PeerFailedError
+from trainwright.integration import launch, worker
+from trainwright.integration.config import DTYPES, SCHEDULES, ZERO_STAGES, RunConfig, check_fits
+from trainwright.integration.data import Reader
+from trainwright.integration.data.reader import evenly_spaced
+from trainwright.integration.errors import ConfigError, TrainwrightError
+from trainwright.integration.model import PRESETS
+from trainwright.integration.run_folder import RunFolder
+
+MODULE = "trainwright.integration"
+MAX_PATH = 4096
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see trainwright {self.prog.split()[-1]} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool; returns the exit code: 0, 1 for a failed run, 2 for wrong input."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = parser().parse_args(given)
+        return train_command(options)
+    except TrainwrightError as error:
+        sys.stderr.write(f"trainwright: {error}\n")
+        return 2
+    except PeerFailedError as error:
+        # The rank that failed tells the story; this one only says why it stops.
+        sys.stderr.write(f"trainwright: {error}\n")
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    root = _Parser(
+        prog="trainwright",
+        description="3D-parallel training of language models.",
+        allow_abbrev=False,
+    )
+    commands = root.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    train = commands.add_parser(
+        "train",
+        help="train a model on text",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    defaults = RunConfig()
+    add = train.add_argument
+    add("--layout", help=f"mesh sizes, such as dp=2,tp=2,pp=2 (default {defaults.layout})")
+    add("--model", help=f"one of {', '.join(PRESETS)} (default {defaults.model})")
+    add("--data", help="a text file or a folder of them (default: Python's standard library)")
+    for name, kind, text in _NUMBERS:
+        default = getattr(defaults, name)
+        add("--" + name.replace("_", "-"), type=kind, help=f"{text} (default {default})")
+    add("--dtype", help=f"one of {', '.join(DTYPES)} (default {defaults.dtype})")
+    add("--schedule", help=f"one of {', '.join(SCHEDULES)} (default {defaults.schedule})")
+    add("--zero", type=int, help=f"sharded data parallelism, one of {ZERO_STAGES} (default 0)")
+    add("--recompute", help="none, full or every-K layers (default none)")
+    add("--out", help="run folder (default runs/DATE-TIME)")
+    add("--resume", metavar="DIR", help="continue the run in this folder")
+    add("--threads-as-ranks", action="store_true", help="every rank a thread of this process")
+    add("--prepared", action="store_true", default=False, help=argparse.SUPPRESS)
+    add("--json", action="store_true", help="print the summary as one JSON object")
+    return root
+
+
+_NUMBERS: tuple[tuple[str, type, str], ...] = (
+    ("steps", int, "steps to make"),
+    ("seed", int, "of initial weights and sample order"),
+    ("microbatches", int, "microbatches a data rank makes of its share"),
+    ("global_batch", int, "sequences a step over all data ranks"),
+    ("sequence_length", int, "bytes a sequence"),
+    ("lr", float, "peak learning rate"),
+    ("warmup", int, "updates of rising learning rate"),
+    ("weight_decay", float, "decay of matrices"),
+    ("clip", float, "largest gradient norm"),
+    ("save_every", int, "steps between checkpoints, 0 for the end only"),
+    ("evaluate_sequences", int, "held-out sequences to evaluate"),
+    ("sample_bytes", int, "bytes of text to generate at the end"),
+)
+
+
+def train_command(options: argparse.Namespace) -> int:
+    """Check the settings, then train on ranks that are started, given, or threads."""
+    config, out, resume = settle(options)
+    check_fits(config.shape, config.mesh, config)
+    place = launch.place_in_environment(os.environ)
+    as_json = getattr(options, "json", False)
+    if getattr(options, "threads_as_ranks", False):
+        prepare(config, out, resume)
+        summaries = launch.run_as_threads(
+            config.mesh.world_size, lambda world: worker.run(world, config, out, resume)
+        )
+        worker.report(summaries[0], as_json)
+        return 0
+    if place is None:
+        prepare(config, out, resume)
+        arguments = worker_arguments(config, out, resume, as_json)
+        return launch.start_workers(config.mesh.world_size, MODULE, arguments)
+    if place.world_size != config.mesh.world_size:
+        raise ConfigError(
+            f"--layout {config.layout} needs {config.mesh.world_size} processes, "
+            f"this run has {place.world_size}"
+        )
+    if options.prepared:
+        # Ctrl-C reaches the whole terminal group; the launcher alone answers it.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return _work_in_place(place, config, out, resume, options)
+
+
+def settle(options: argparse.Namespace) -> tuple[RunConfig, str, bool]:
+    """Return the settings, the run folder and whether a run is continued.
+
+    Raises:
+        ConfigError, RunFolderError: options contradict each other, or no run is there to resume.
+    """
+    names = {field.name for field in attrs.fields(RunConfig)}
+    given: dict[str, Any] = {k: v for k, v in vars(options).items() if k in names}
+    resume = getattr(options, "resume", None)
+    out = getattr(options, "out", None)
+    if resume is None:
+        return RunConfig(**given), out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}", False
+    if out is not None and Path(out).resolve() != Path(resume).resolve():
+        raise ConfigError(f"--out {out} contradicts --resume {resume}; a resumed run stays there")
+    config = attrs.evolve(RunFolder(Path(resume)).config(), **given)
+    return config, resume, True
+
+
+def worker_arguments(config: RunConfig, out: str, resume: bool, as_json: bool) -> list[str]:
+    """Return the command line with which each worker runs what was settled here."""
+    arguments = ["train", "--prepared", "--resume" if resume else "--out", out]
+    for name, value in attrs.asdict(config).items():
+        if value is not None:
+            arguments += ["--" + name.replace("_", "-"), str(value)]
+    return [*arguments, "--json"] if as_json else arguments
+
+
+def prepare(config: RunConfig, out: str, resume: bool) -> None:
+    """Look at the data and make the run folder, before any rank starts.
+
+    Raises:
+        DataError: the data is missing, empty, binary or too short.
+        RunFolderError: the folder already holds a run.
+    """
+    if not resume and RunFolder(Path(out)).holds_run:
+        RunFolder(Path(out)).create(config)
+    corpus = worker.load_corpus(config)
+    Reader(corpus.train, config.sequence_length, config.global_batch)
+    evenly_spaced(corpus.held_out, config.sequence_length, 1)
+    if not resume:
+        RunFolder(Path(out)).create(config)
+    skipped = f", {len(corpus.skipped)} binary files left out" if corpus.skipped else ""
+    sys.stderr.write(
+        f"{corpus.source}: {corpus.files} files, {len(corpus.train):,} bytes to train on, "
+        f"{len(corpus.held_out):,} held out{skipped}\nrun folder {out}\n"
+    )
+
+
+@record
+def _work_in_place(
+    place: launch.Place, config: RunConfig, out: str, resume: bool, options: argparse.Namespace
+) -> int:
+    def work(world: Communicator) -> worker.Summary:
+        agreed = out if options.prepared else _prepared_by_first(world, config, out, resume)
+        return worker.run(world, config, agreed, resume)
+
+    summary = launch.run_as_worker(place, work)
+    if place.rank == 0:
+        worker.report(summary, getattr(options, "json", False))
+    return 0
+
+
+def _prepared_by_first(world: Communicator, config: RunConfig, out: str, resume: bool) -> str:
+    # Ranks that were started at different seconds would otherwise name different folders.
+    text = torch.zeros(MAX_PATH, dtype=torch.uint8)
+    if world.rank == 0:
+        prepare(config, out, resume)
+        encoded = out.encode()
+        text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    on_device = text.to(world.device)
+    world.broadcast(on_device, 0).wait()
+    return bytes(on_device.cpu().tolist()).rstrip(b"\0").decode()

@@ -1,0 +1,176 @@
+"""The settings of a run as one validated value, and what must fit together."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from trainwright.integration.data.reader import check_batch
+from trainwright.integration.errors import ConfigError
+from trainwright.integration.model import ModelShape, preset
+from trainwright.sharding import MeshShape
+
+DTYPES = ("float32", "float64", "bfloat16")
+SCHEDULES = ("1f1b", "gpipe", "sequential")
+ZERO_STAGES = (0, 1)
+
+
+def _positive(_: Any, field: attrs.Attribute[Any], value: float) -> None:
+    if value <= 0:
+        raise ConfigError(f"{_option(field.name)} must be positive, got {value}")
+
+
+def _not_negative(_: Any, field: attrs.Attribute[Any], value: float) -> None:
+    if value < 0:
+        raise ConfigError(f"{_option(field.name)} must not be negative, got {value}")
+
+
+def _one_of(allowed: tuple[Any, ...]) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+    def check(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        if value not in allowed:
+            near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            known = ", ".join(str(a) for a in allowed)
+            raise ConfigError(f"{_option(field.name)} must be one of {known}, got {value}{hint}")
+
+    return check
+
+
+@attrs.frozen
+class RunConfig:
+    """Everything that decides what a training run computes.
+
+    Args:
+        layout: sizes of the mesh axes, such as ``dp=2,tp=2,pp=2``.
+        model: name of a model preset.
+        data: a text file or a folder of them; None means the standard library's source files.
+        steps: updates to make (a resumed run counts from its beginning).
+        seed: decides initial weights and sample order.
+        dtype: of weights and compute; master weights and moments are at least float32.
+        microbatches: microbatches a data rank makes of its share of a global batch.
+        global_batch: sequences a step over all data ranks.
+        sequence_length: tokens a sequence.
+        lr: peak learning rate.
+        warmup: updates over which the learning rate rises.
+        weight_decay: of matrices; norms have none.
+        clip: largest gradient norm.
+        zero: stage of sharded data parallelism.
+        schedule: pipeline schedule.
+        recompute: ``none``, ``full`` or ``every-K`` layers.
+        save_every: steps between checkpoints; 0 saves at the end only.
+        evaluate_sequences: held-out sequences that are evaluated.
+        sample_bytes: bytes of text generated at the end.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    layout: str = "dp=1"
+    model: str = "tiny"
+    data: str | None = None
+    steps: int = attrs.field(default=600, validator=_positive)
+    seed: int = attrs.field(default=0, validator=_not_negative)
+    dtype: str = attrs.field(default="float32", validator=_one_of(DTYPES))
+    microbatches: int = attrs.field(default=2, validator=_positive)
+    global_batch: int = attrs.field(default=16, validator=_positive)
+    sequence_length: int = attrs.field(default=128, validator=_positive)
+    lr: float = attrs.field(default=3e-3, validator=_positive)
+    warmup: int = attrs.field(default=50, validator=_not_negative)
+    weight_decay: float = attrs.field(default=0.1, validator=_not_negative)
+    clip: float = attrs.field(default=1.0, validator=_positive)
+    zero: int = attrs.field(default=0, validator=_one_of(ZERO_STAGES))
+    schedule: str = attrs.field(default="1f1b", validator=_one_of(SCHEDULES))
+    recompute: str = "none"
+    save_every: int = attrs.field(default=0, validator=_not_negative)
+    evaluate_sequences: int = attrs.field(default=512, validator=_positive)
+    sample_bytes: int = attrs.field(default=200, validator=_not_negative)
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The layout as a mesh shape."""
+        try:
+            return MeshShape.parse(self.layout)
+        except ValueError as error:
+            raise ConfigError(f"--layout {self.layout}: {error}") from error
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes of the model."""
+        return preset(self.model)
+
+    def save(self, path: Path) -> None:
+        """Write the settings as JSON, aside and then renamed."""
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps(attrs.asdict(self), indent=2) + "\n")
+        aside.replace(path)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Build the settings from plain values.
+
+        Raises:
+            ConfigError: a key is unknown (the nearest one is named) or a value is out of range.
+        """
+        known = [field.name for field in attrs.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ConfigError(f"unknown setting {key!r}{hint}")
+        return cls(**values)
+
+    @classmethod
+    def load(cls, path: Path) -> RunConfig:
+        """Read settings that ``save`` wrote.
+
+        Raises:
+            ConfigError: the file is missing or is not a JSON object.
+        """
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read the settings of a run from {path}: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
+        return cls.from_mapping(values)
+
+
+def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
+    """Check that model, batch and layout divide as they must.
+
+    Raises:
+        ConfigError: naming the size that does not divide and the nearest values that work.
+    """
+    for axis in ("cp", "ep"):
+        if getattr(mesh, axis) > 1:
+            raise ConfigError(
+                f"--layout {config.layout}: {axis} > 1 is not available yet; use {axis}=1"
+            )
+    for name in ("heads", "kv_heads", "vocabulary", "mlp_width"):
+        size = getattr(shape, name)
+        if size % mesh.tp:
+            fitting = ", ".join(str(t) for t in range(1, size + 1) if _tp_fits(shape, t))
+            raise ConfigError(
+                f"--layout {config.layout}: tp={mesh.tp} does not divide {name}={size} of model "
+                f"{config.model}; tp of {fitting} works"
+            )
+    if mesh.pp > shape.layers:
+        raise ConfigError(
+            f"--layout {config.layout}: pp={mesh.pp} stages need at least as many layers, model "
+            f"{config.model} has {shape.layers}; pp up to {shape.layers} works"
+        )
+    check_batch(config.global_batch, mesh.dp, config.microbatches)
+
+
+def _tp_fits(shape: ModelShape, tp: int) -> bool:
+    sizes = (shape.heads, shape.kv_heads, shape.vocabulary, shape.mlp_width)
+    return all(size % tp == 0 for size in sizes)
+
+
+def _option(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")

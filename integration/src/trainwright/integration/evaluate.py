@@ -1,0 +1,51 @@
+"""Held-out loss, each sequence counted once in every layout."""
+
+# Shapes: N sequences, B sequences a microbatch, S sequence.
+
+from __future__ import annotations
+
+import torch
+
+from trainwright.integration.data import IGNORE
+from trainwright.integration.parts import Parts
+
+
+def evaluate(parts: Parts, tokens_NS: torch.Tensor, labels_NS: torch.Tensor) -> float:
+    """Return the mean loss in nats over the valid labels; every rank gets the same number.
+
+    Args:
+        tokens_NS: int64, the same sequences on every rank; data ranks take turns.
+        labels_NS: int64, shifted; -100 does not count.
+
+    Communicates: boundary tensors, then one float64 all-reduce of two elements over the world.
+    """
+    ranks = parts.mesh.size("dp")
+    rank = parts.mesh.coordinate("dp")
+    rows = max(1, parts.config.global_batch // (ranks * parts.config.microbatches))
+    tokens, labels = _equal_parts(tokens_NS[rank::ranks], labels_NS[rank::ranks], rows)
+    device = parts.mesh.world.device
+
+    def inputs(stage: int, microbatch: int) -> dict[str, torch.Tensor]:
+        return {
+            "tokens_BS": tokens[microbatch].to(device),
+            "labels_BS": labels[microbatch].to(device),
+        }
+
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    if len(tokens):
+        result = parts.executor.evaluate(inputs, len(tokens))
+        sums[0] = result.loss_sum * parts.counts_tokens
+    sums[1] = float((labels != IGNORE).sum()) * parts.counts_tokens
+    parts.mesh.world.all_reduce(sums).wait()
+    return float(sums[0] / sums[1])
+
+
+def _equal_parts(
+    tokens_NS: torch.Tensor, labels_NS: torch.Tensor, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # The last microbatch is filled up with rows that do not count, so that shapes stay the same.
+    missing = -len(tokens_NS) % rows
+    padding = tokens_NS.new_zeros(missing, tokens_NS.shape[1])
+    tokens = torch.cat((tokens_NS, padding)).unflatten(0, (-1, rows))
+    labels = torch.cat((labels_NS, padding + IGNORE)).unflatten(0, (-1, rows))
+    return tokens, labels

@@ -1,0 +1,81 @@
+"""Batches together with the number of tokens that the whole global batch divides by."""
+
+# Shapes: M microbatches, B sequences a microbatch, S sequence.
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+
+from trainwright.collectives import Communicator, Work
+from trainwright.integration.data import Batch, Reader
+
+
+@attrs.frozen(eq=False)
+class GlobalBatch:
+    """This rank's part of a global batch.
+
+    Args:
+        part: tokens and labels of this data rank.
+        tokens: float64 0-d, valid labels of this part.
+        divisor: float64 0-d, valid labels of the global batch, the same on every rank.
+    """
+
+    part: Batch
+    tokens: torch.Tensor
+    divisor: torch.Tensor
+
+    def inputs(self, stage: int, microbatch: int) -> dict[str, torch.Tensor]:
+        """Return the keyword arguments of a stage for one microbatch: the same for every stage."""
+        return {
+            "tokens_BS": self.part.tokens_MBS[microbatch],
+            "labels_BS": self.part.labels_MBS[microbatch],
+        }
+
+
+class Feed:
+    """Reads one step ahead and sums the valid tokens over the data ranks meanwhile.
+
+    The position it reports is that of the batches handed out, not of those read ahead.
+
+    Communicates: one int64 all-reduce of one element a step over ``data``.
+    """
+
+    def __init__(self, reader: Reader, data: Communicator) -> None:
+        self._reader = reader
+        self._data = data
+        self._ahead: tuple[Batch, torch.Tensor, Work] | None = None
+        self._position = reader.state_dict()
+
+    def next_batch(self) -> GlobalBatch:
+        """Return the next batch and start on the one after it."""
+        batch, count, work = self._ahead or self._start()
+        work.wait()
+        self._position = {"consumed": batch.first + self._reader.global_batch}
+        self._ahead = self._start()
+        return GlobalBatch(
+            part=batch,
+            tokens=torch.tensor(
+                batch.valid_tokens, dtype=torch.float64, device=batch.tokens_MBS.device
+            ),
+            divisor=count[0].to(torch.float64),
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position after the last batch handed out."""
+        return dict(self._position)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue after the batches that ``state`` counts; every rank calls it together."""
+        if self._ahead is not None:
+            self._ahead[2].wait()
+            self._ahead = None
+        self._reader.load_state_dict(state)
+        self._position = self._reader.state_dict()
+
+    def _start(self) -> tuple[Batch, torch.Tensor, Work]:
+        batch = self._reader.next_batch()
+        count = torch.tensor([batch.valid_tokens], dtype=torch.int64, device=self._data.device)
+        return batch, count, self._data.all_reduce(count)

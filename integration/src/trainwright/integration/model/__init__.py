@@ -1,0 +1,19 @@
+"""A Llama-style decoder, cut into pipeline stages and built from exchangeable layers."""
+
+from trainwright.integration.model.blocks import Layers, PlainLayers
+from trainwright.integration.model.decoder import DecoderStage, build_stage
+from trainwright.integration.model.initialize import initialize_
+from trainwright.integration.model.parallel_layers import TensorParallelLayers
+from trainwright.integration.model.shape import PRESETS, ModelShape, preset
+
+__all__ = [
+    "PRESETS",
+    "DecoderStage",
+    "Layers",
+    "ModelShape",
+    "PlainLayers",
+    "TensorParallelLayers",
+    "build_stage",
+    "initialize_",
+    "preset",
+]

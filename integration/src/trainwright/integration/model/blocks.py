@@ -1,0 +1,188 @@
+"""Attention, SwiGLU and norm of the decoder, independent of how their products are sharded."""
+
+# Shapes: B batch, S sequence, D model, H query heads, K key/value heads, E head features, F hidden.
+# A shard keeps its letters: on a tensor-parallel rank H, K, F and V are this rank's part.
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainwright.integration.model.shape import ModelShape
+
+
+class Layers(Protocol):
+    """What the decoder asks of its building blocks; ``size`` ranks share each product."""
+
+    size: int
+
+    def column(self, in_features: int, out_features: int) -> nn.Module:
+        """Return a bias-free product whose output features are shared out over the ranks.
+
+        Its input has passed through ``enter``.
+        """
+        ...
+
+    def row(self, in_features: int, out_features: int) -> nn.Module:
+        """Return a bias-free product whose input features are shared out over the ranks."""
+        ...
+
+    def embedding(self, vocabulary: int, width: int) -> nn.Module:
+        """Return a table of token vectors."""
+        ...
+
+    def enter(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        """Hand a replicated tensor to column products: sums their input gradients in backward."""
+        ...
+
+    def cross_entropy(self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each token [B, S]; zero where the label is -100."""
+        ...
+
+
+class PlainLayers:
+    """PyTorch's own modules: the serial model."""
+
+    size = 1
+
+    def column(self, in_features: int, out_features: int) -> nn.Module:
+        """Return an ``nn.Linear``."""
+        return nn.Linear(in_features, out_features, bias=False)
+
+    def row(self, in_features: int, out_features: int) -> nn.Module:
+        """Return an ``nn.Linear``."""
+        return nn.Linear(in_features, out_features, bias=False)
+
+    def embedding(self, vocabulary: int, width: int) -> nn.Module:
+        """Return an ``nn.Embedding``."""
+        return nn.Embedding(vocabulary, width)
+
+    def enter(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself."""
+        return hidden_BSD
+
+    def cross_entropy(self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each token [B, S], in at least float32."""
+        logits = at_least_float32(logits_BSV).flatten(0, 1)
+        losses = F.cross_entropy(logits, labels_BS.flatten(), ignore_index=-100, reduction="none")
+        return losses.view_as(labels_BS)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in at least float32."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.epsilon = epsilon
+
+    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        """Return the normalised tensor [B, S, D] in the input's dtype."""
+        exact = at_least_float32(hidden_BSD)
+        scale = at_least_float32(self.weight)
+        normed = F.rms_norm(exact, scale.shape, scale, self.epsilon)
+        return normed.to(hidden_BSD.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention with rotary positions, on PyTorch's fused kernel."""
+
+    def __init__(self, shape: ModelShape, layers: Layers) -> None:
+        super().__init__()
+        self.heads = shape.heads // layers.size
+        self.kv_heads = shape.kv_heads // layers.size
+        self.layers = layers
+        query_width = shape.heads * shape.head_width
+        kv_width = shape.kv_heads * shape.head_width
+        self.q_proj = layers.column(shape.width, query_width)
+        self.k_proj = layers.column(shape.width, kv_width)
+        self.v_proj = layers.column(shape.width, kv_width)
+        self.o_proj = layers.row(query_width, shape.width)
+
+    def forward(
+        self, hidden_BSD: torch.Tensor, cos_SE: torch.Tensor, sin_SE: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the attention output [B, S, D]."""
+        entered_BSD = self.layers.enter(hidden_BSD)
+        q_BHSE = _split_heads(self.q_proj(entered_BSD), self.heads)
+        k_BKSE = _split_heads(self.k_proj(entered_BSD), self.kv_heads)
+        v_BKSE = _split_heads(self.v_proj(entered_BSD), self.kv_heads)
+        mixed_BHSE = F.scaled_dot_product_attention(
+            _rotate(q_BHSE, cos_SE, sin_SE),
+            _rotate(k_BKSE, cos_SE, sin_SE),
+            v_BKSE,
+            is_causal=True,
+            enable_gqa=self.heads != self.kv_heads,
+        )
+        output: torch.Tensor = self.o_proj(mixed_BHSE.transpose(1, 2).flatten(2))
+        return output
+
+
+class SwiGLU(nn.Module):
+    """The gated feed-forward block: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, shape: ModelShape, layers: Layers) -> None:
+        super().__init__()
+        self.layers = layers
+        self.gate_proj = layers.column(shape.width, shape.mlp_width)
+        self.up_proj = layers.column(shape.width, shape.mlp_width)
+        self.down_proj = layers.row(shape.mlp_width, shape.width)
+
+    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        """Return the block's output [B, S, D]."""
+        entered_BSD = self.layers.enter(hidden_BSD)
+        gated_BSF = F.silu(self.gate_proj(entered_BSD)) * self.up_proj(entered_BSD)
+        output: torch.Tensor = self.down_proj(gated_BSF)
+        return output
+
+
+class Block(nn.Module):
+    """One pre-norm decoder block."""
+
+    def __init__(self, shape: ModelShape, layers: Layers) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.width, shape.norm_epsilon)
+        self.self_attn = Attention(shape, layers)
+        self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_epsilon)
+        self.mlp = SwiGLU(shape, layers)
+
+    def forward(
+        self, hidden_BSD: torch.Tensor, cos_SE: torch.Tensor, sin_SE: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the residual stream [B, S, D] after this block."""
+        hidden_BSD = hidden_BSD + self.self_attn(self.input_layernorm(hidden_BSD), cos_SE, sin_SE)
+        return hidden_BSD + self.mlp(self.post_attention_layernorm(hidden_BSD))
+
+
+def rotary_angles(
+    positions_S: torch.Tensor, head_width: int, base: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosine and sine [S, E] of the rotary angles, in at least float32.
+
+    Angles are computed in float64: at position 2,000 a half-precision angle is off by a radian.
+    Source: Su et al., RoFormer, section 3.4.2, in the half-split order of Llama's weights.
+    """
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float64, device=positions_S.device)
+    frequencies = base ** (-exponents / head_width)
+    angles_SE = (positions_S.to(torch.float64)[:, None] * frequencies).repeat(1, 2)
+    kept = dtype if dtype == torch.float64 else torch.float32
+    return angles_SE.cos().to(kept), angles_SE.sin().to(kept)
+
+
+def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in float32, or unchanged where it is already float32 or float64."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _split_heads(features_BSX: torch.Tensor, heads: int) -> torch.Tensor:
+    return features_BSX.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _rotate(x_BHSE: torch.Tensor, cos_SE: torch.Tensor, sin_SE: torch.Tensor) -> torch.Tensor:
+    exact = x_BHSE.to(cos_SE.dtype)
+    first, second = exact.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (exact * cos_SE + turned * sin_SE).to(x_BHSE.dtype)

@@ -1,0 +1,87 @@
+"""The decoder as pipeline stages that keep the plain model's names."""
+
+# Shapes: B batch, S sequence, D model, E head features, V vocabulary.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from trainwright.integration.model.blocks import Block, Layers, RMSNorm, rotary_angles
+from trainwright.integration.model.shape import ModelShape
+
+
+class LayerRunner(Protocol):
+    """Applies layers in turn, keeping or recomputing what backward needs."""
+
+    def __call__(
+        self, layers: Sequence[nn.Module], hidden: torch.Tensor, *args: torch.Tensor
+    ) -> torch.Tensor:
+        """Return ``hidden`` after every layer, each called ``layer(hidden, *args)``."""
+        ...
+
+
+class DecoderStage(nn.Module):
+    """A run of decoder blocks; the first stage embeds tokens, the last one returns logits.
+
+    Parameter names are those of the whole model (``model.layers.7.mlp.up_proj.weight`` is the same
+    weight in every layout), so that state dicts of stages join without renaming.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layers: Layers,
+        blocks: range,
+        runner: LayerRunner,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.layers = layers
+        self.runner = runner
+        self.is_first = blocks.start == 0
+        self.is_last = blocks.stop == shape.layers
+        self.model = nn.Module()
+        if self.is_first:
+            self.model.embed_tokens = layers.embedding(shape.vocabulary, shape.width)
+        self.model.layers = nn.ModuleDict({str(i): Block(shape, layers) for i in blocks})
+        if self.is_last:
+            self.model.norm = RMSNorm(shape.width, shape.norm_epsilon)
+            self.lm_head = layers.column(shape.width, shape.vocabulary)
+        self._blocks: Sequence[nn.Module] = list(self.model.layers.values())
+
+    def forward(
+        self,
+        hidden_BSD: torch.Tensor | None = None,
+        *,
+        tokens_BS: torch.Tensor,
+        **_: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the next stage's input [B, S, D], or logits [B, S, V] on the last stage."""
+        if hidden_BSD is None:
+            hidden_BSD = self.model.embed_tokens(tokens_BS)
+        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        cos_SE, sin_SE = rotary_angles(
+            positions_S, self.shape.head_width, self.shape.rope_base, hidden_BSD.dtype
+        )
+        hidden_BSD = self.runner(self._blocks, hidden_BSD, cos_SE, sin_SE)
+        if not self.is_last:
+            return hidden_BSD
+        logits_BSV: torch.Tensor = self.lm_head(self.layers.enter(self.model.norm(hidden_BSD)))
+        return logits_BSV
+
+    def loss(
+        self, logits_BSV: torch.Tensor, *, labels_BS: torch.Tensor, **_: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum of the token losses, in at least float32; labels are already shifted."""
+        return self.layers.cross_entropy(logits_BSV, labels_BS).sum()
+
+
+def build_stage(
+    shape: ModelShape, layers: Layers, blocks: range, runner: LayerRunner
+) -> DecoderStage:
+    """Build the stage that holds ``blocks`` of the model, with weights yet to be initialised."""
+    return DecoderStage(shape, layers, blocks, runner)

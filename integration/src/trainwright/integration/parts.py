@@ -1,0 +1,194 @@
+"""The parts of a training run, each from its own library, chosen once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from trainwright.checkpointing.activations import parse_policy
+from trainwright.collectives import Communicator
+from trainwright.integration.config import RunConfig, check_fits
+from trainwright.integration.data import Corpus, Reader
+from trainwright.integration.feed import Feed
+from trainwright.integration.model import (
+    DecoderStage,
+    ModelShape,
+    TensorParallelLayers,
+    build_stage,
+    initialize_,
+)
+from trainwright.pipeline_schedules import (
+    Schedule,
+    gpipe,
+    one_f_one_b,
+    sequential,
+    split_layers,
+)
+from trainwright.pipeline_schedules.execute import PipelineExecutor
+from trainwright.precision import policy
+from trainwright.sharding import (
+    DataParallel,
+    Mesh,
+    Piece,
+    ShardPolicy,
+    data_parallel,
+    placements_of,
+)
+from trainwright.stability_guards import Guard, NonFiniteGuard, decay_groups, warmup_cosine
+
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "1f1b": one_f_one_b,
+    "gpipe": gpipe,
+    "sequential": sequential,
+}
+
+BETAS = (0.9, 0.95)
+FLOOR_SHARE = 0.1
+"""The learning rate falls to this share of its peak."""
+
+
+@attrs.define
+class Progress:
+    """How far a run has come; what of it a checkpoint holds beside tensors.
+
+    Args:
+        step: batches consumed.
+        updates: updates applied.
+        skipped: batches whose update was skipped.
+        guard_state: the guard's own plain data.
+    """
+
+    guard_state: Any
+    step: int = 0
+    updates: int = 0
+    skipped: int = 0
+
+
+@attrs.frozen(eq=False)
+class Parts:
+    """What the recipe needs, on this rank.
+
+    Args:
+        counts_tokens: 1.0 on the ranks whose loss and token counts enter the global sums, else 0.0:
+            tensor-parallel ranks and earlier stages see the same tokens.
+    """
+
+    config: RunConfig
+    mesh: Mesh
+    stage: DecoderStage
+    model: DataParallel
+    executor: PipelineExecutor
+    optimizer: torch.optim.Optimizer
+    learning_rate: Callable[[int], float]
+    guard: Guard
+    feed: Feed
+    counts_tokens: float
+
+    @property
+    def steps(self) -> int:
+        """Steps that the run makes."""
+        return self.config.steps
+
+    @property
+    def clip(self) -> float:
+        """Largest gradient norm."""
+        return self.config.clip
+
+    def start(self) -> Progress:
+        """Return the progress of a run that has not begun."""
+        return Progress(guard_state=self.guard.initial())
+
+
+def assemble(
+    config: RunConfig,
+    world: Communicator,
+    corpus: Corpus,
+    shape: ModelShape | None = None,
+) -> Parts:
+    """Build every part of a run on this rank; all ranks call it together.
+
+    Args:
+        config: the settings.
+        world: all ranks of the run.
+        corpus: the data, the same on every rank.
+        shape: sizes of the model; None takes those of ``config.model``.
+
+    Raises:
+        ConfigError, DataError: settings, data and world do not fit, before any communication.
+
+    Communicates: the splits of the mesh.
+    """
+    shape = shape or config.shape
+    layout = config.mesh
+    check_fits(shape, layout, config)
+    mesh = Mesh(world, layout)
+    stage = build_model(config, shape, mesh)
+    placements = placements_of(stage)
+    initialize_(stage, placements, shape, config.seed)
+    dtypes = policy(config.dtype)
+    model = data_parallel(
+        stage,
+        mesh,
+        ShardPolicy(stage=config.zero, parameter_dtype=dtypes.parameter_dtype),
+        placements,
+    )
+    stage_index = mesh.coordinate("pp")
+    executor = PipelineExecutor(
+        SCHEDULES[config.schedule](layout.pp, config.microbatches),
+        {stage_index: stage},
+        mesh.communicator("pp"),
+        loss=stage.loss,
+        reducers={stage_index: model},
+    )
+    data = mesh.communicator("dp", "cp")
+    reader = Reader(
+        corpus.train,
+        config.sequence_length,
+        config.global_batch,
+        microbatches=config.microbatches,
+        seed=config.seed,
+        data_rank=mesh.coordinate("dp"),
+        data_size=layout.dp,
+        device=world.device,
+    )
+    counts = stage.is_last and mesh.coordinate("tp") == 0
+    return Parts(
+        config=config,
+        mesh=mesh,
+        stage=stage,
+        model=model,
+        executor=executor,
+        optimizer=build_optimizer(config, model.pieces),
+        learning_rate=warmup_cosine(
+            config.lr, config.warmup, config.steps, floor=config.lr * FLOOR_SHARE
+        ),
+        guard=NonFiniteGuard(),
+        feed=Feed(reader, data),
+        counts_tokens=1.0 if counts else 0.0,
+    )
+
+
+def build_model(config: RunConfig, shape: ModelShape, mesh: Mesh) -> DecoderStage:
+    """Build this rank's stage in master precision, its weights yet to be initialised."""
+    blocks = split_layers(shape.layers, mesh.size("pp"))[mesh.coordinate("pp")]
+    stage = build_stage(
+        shape,
+        TensorParallelLayers(mesh.communicator("tp")),
+        blocks,
+        parse_policy(config.recompute),
+    )
+    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    return stage.to(device=mesh.world.device, dtype=dtype)
+
+
+def build_optimizer(config: RunConfig, pieces: dict[str, Piece]) -> torch.optim.Optimizer:
+    """Build AdamW over the pieces of this rank; weights of two and more dims decay."""
+    groups = decay_groups(
+        {name: piece.parameter for name, piece in pieces.items()},
+        config.weight_decay,
+        ndims={name: len(piece.spec.global_shape) for name, piece in pieces.items()},
+    )
+    return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, eps=1e-8, fused=True)

@@ -1,0 +1,129 @@
+"""Pre-training: one readable loop over parts that were chosen once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from trainwright.integration.parts import Parts, Progress
+from trainwright.sharding import StepTotals, one_norm
+from trainwright.stability_guards import Report, Verdict, clip_
+
+Observer = Callable[["StepRecord"], None]
+"""Called on every rank after each step."""
+
+
+@attrs.frozen
+class StepRecord:
+    """What one step did.
+
+    Args:
+        step: number of steps made, this one included.
+        loss: mean loss of the global batch's valid tokens, in nats.
+        grad_norm: norm of the whole gradient before clipping.
+        lr: learning rate of the update; zero where none was applied.
+        tokens: valid tokens of the global batch.
+        seconds: duration of the step on this rank.
+        verdict: what the guard decided.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    verdict: Verdict
+
+
+class TrainingHaltedError(RuntimeError):
+    """A guard stopped the run; every rank raises it at the same step."""
+
+
+def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) -> None:
+    """Train until ``parts.steps`` steps are made; ``progress`` says where to begin and moves along.
+
+    Raises:
+        TrainingHaltedError: the guard's verdict is HALT.
+
+    Communicates: the pipeline's boundary tensors, the reduction of each gradient bucket, and one
+    float64 all-reduce over the world with norm, loss and token count.
+    """
+    while progress.step < parts.steps:
+        started = time.perf_counter()
+        batch = parts.feed.next_batch()
+        result = parts.executor.step(batch.inputs, divisor=batch.divisor)
+        parts.model.wait()
+        totals = one_norm(
+            parts.mesh,
+            parts.model.pieces.values(),
+            loss_sum=result.loss_sum,
+            tokens=batch.tokens * parts.counts_tokens,
+        )
+        report = _report(progress, totals)
+        progress.guard_state, verdict = parts.guard.update(progress.guard_state, report)
+        lr = _OUTCOMES[verdict](parts, progress, totals)
+        parts.model.zero_grad()
+        progress.step += 1
+        record = StepRecord(
+            step=progress.step,
+            loss=report.loss,
+            grad_norm=report.norm,
+            lr=lr,
+            tokens=report.tokens,
+            seconds=time.perf_counter() - started,
+            verdict=verdict,
+        )
+        for observe in observers:
+            observe(record)
+
+
+def _report(progress: Progress, totals: StepTotals) -> Report:
+    tokens = int(totals.tokens)
+    return Report(
+        step=progress.step,
+        loss=float(totals.loss_sum) / max(tokens, 1),
+        norm=float(totals.norm),
+        non_finite=int(totals.non_finite),
+        tokens=tokens,
+    )
+
+
+def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
+    lr = parts.learning_rate(progress.updates)
+    clip_([piece.parameter.grad for piece in parts.model.pieces.values()], totals.norm, parts.clip)
+    for group in parts.optimizer.param_groups:
+        group["lr"] = lr
+    parts.optimizer.step()
+    parts.model.publish()
+    progress.updates += 1
+    return lr
+
+
+def _skip(parts: Parts, progress: Progress, totals: StepTotals) -> float:
+    progress.skipped += 1
+    return 0.0
+
+
+def _roll_back(parts: Parts, progress: Progress, totals: StepTotals) -> float:
+    raise TrainingHaltedError(
+        f"step {progress.step}: the guard asked for a rollback, which is not available yet"
+    )
+
+
+def _halt(parts: Parts, progress: Progress, totals: StepTotals) -> float:
+    raise TrainingHaltedError(
+        f"step {progress.step}: the guard stopped the run after {progress.skipped} skipped steps; "
+        f"loss sum {float(totals.loss_sum)}, norm {float(totals.norm)}, "
+        f"{int(totals.non_finite)} non-finite gradient elements; lower --lr or look at the data"
+    )
+
+
+_OUTCOMES: dict[Verdict, Callable[[Parts, Progress, StepTotals], float]] = {
+    Verdict.CONTINUE: _apply,
+    Verdict.SKIP: _skip,
+    Verdict.ROLLBACK: _roll_back,
+    Verdict.HALT: _halt,
+}

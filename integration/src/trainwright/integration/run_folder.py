@@ -1,0 +1,104 @@
+"""The folder of a run: settings, metrics, checkpoints, plot."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import attrs
+
+from trainwright.integration.config import RunConfig
+from trainwright.integration.errors import RunFolderError
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+SUPERSEDED = "metrics.superseded.jsonl"
+CHECKPOINTS = "checkpoints"
+PLOT = "loss.png"
+
+
+@attrs.frozen
+class RunFolder:
+    """Where a run keeps its files; only the first rank writes, but for checkpoints."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoint store."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def metrics(self) -> Path:
+        """File with one JSON object a step."""
+        return self.path / METRICS
+
+    @property
+    def plot(self) -> Path:
+        """Picture of the loss curve."""
+        return self.path / PLOT
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has begun here."""
+        return (self.path / CONFIG).exists() or self.metrics.exists() or self.checkpoints.exists()
+
+    def create(self, config: RunConfig) -> None:
+        """Begin a new run here.
+
+        Raises:
+            RunFolderError: the folder already holds a run, or cannot be written.
+        """
+        if self.holds_run:
+            raise RunFolderError(
+                f"{self.path} already holds a run; continue it with --resume {self.path}, "
+                "or give another --out"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            config.save(self.path / CONFIG)
+        except OSError as error:
+            raise RunFolderError(f"cannot write the run folder {self.path}: {error}") from error
+
+    def config(self) -> RunConfig:
+        """Return the settings the run was begun with.
+
+        Raises:
+            RunFolderError: the folder holds no run.
+        """
+        if not (self.path / CONFIG).exists():
+            raise RunFolderError(f"{self.path} holds no run to resume: {CONFIG} is missing")
+        return RunConfig.load(self.path / CONFIG)
+
+    def rewind(self, step: int) -> None:
+        """Move metrics of steps after ``step`` aside: the resumed run makes these steps again."""
+        if not self.metrics.exists():
+            return
+        kept, superseded = [], []
+        for line in self.metrics.read_text().splitlines():
+            (kept if _step_of(line) <= step else superseded).append(line + "\n")
+        if superseded:
+            with (self.path / SUPERSEDED).open("a") as file:
+                file.writelines(superseded)
+                file.flush()
+                os.fsync(file.fileno())
+            aside = self.metrics.with_suffix(".tmp")
+            aside.write_text("".join(kept))
+            aside.replace(self.metrics)
+
+    def losses(self) -> tuple[list[int], list[float]]:
+        """Return the steps and losses recorded so far."""
+        if not self.metrics.exists():
+            return [], []
+        rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        losses = [float("nan") if row["loss"] is None else row["loss"] for row in rows]
+        return [row["step"] for row in rows], losses
+
+
+def _step_of(line: str) -> float:
+    # A line torn by a crash counts as one after the checkpoint.
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

@@ -1,0 +1,152 @@
+"""What each rank does from start to finish."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from trainwright.checkpointing.state import StateStore
+from trainwright.collectives import Communicator
+from trainwright.integration.config import RunConfig
+from trainwright.integration.data import Corpus, default_source, fit_ngrams, read_corpus
+from trainwright.integration.data.reader import evenly_spaced
+from trainwright.integration.evaluate import evaluate
+from trainwright.integration.generate import generate
+from trainwright.integration.observers import MetricsFile, display
+from trainwright.integration.parts import Parts, Progress, assemble
+from trainwright.integration.plot import plot_loss
+from trainwright.integration.recipe import Observer, StepRecord, train
+from trainwright.integration.run_folder import RunFolder
+from trainwright.integration.training_state import restore_state, save_state
+
+PROMPT = b"\ndef "
+
+
+@attrs.frozen
+class Summary:
+    """What a finished run has to say.
+
+    Args:
+        held_out_loss: nats a byte.
+        bigram_loss, trigram_loss: of n-gram models of the training bytes, on the same sequences.
+        sample: generated text.
+    """
+
+    steps: int
+    updates: int
+    skipped: int
+    loss: float
+    held_out_loss: float
+    bigram_loss: float
+    trigram_loss: float
+    sample: str
+    out: str
+
+
+def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summary:
+    """Train on this rank and return the summary, the same on every rank.
+
+    Args:
+        world: all ranks of the run.
+        config: the settings.
+        out: the run folder; it has been created, or is resumed.
+        resume: whether to continue from the newest checkpoint.
+    """
+    folder = RunFolder(Path(out))
+    corpus = load_corpus(config)
+    parts = assemble(config, world, corpus)
+    store = StateStore(folder.checkpoints, world, coordinates=parts.mesh.coordinates)
+    progress = restore_state(store, parts) if resume else parts.start()
+    first = world.rank == 0
+    observers: list[Observer] = []
+    last: list[StepRecord] = []
+    observers.append(lambda record: last.__setitem__(slice(None), [record]))
+    metrics = None
+    if first:
+        folder.rewind(progress.step)
+        metrics = MetricsFile(folder.metrics)
+        observers.append(metrics)
+    if config.save_every:
+        observers.append(_saver(store, parts, progress))
+    try:
+        with display(first, config.steps, progress.step) as show:
+            train(parts, progress, [*observers, show])
+    finally:
+        if metrics is not None:
+            metrics.close()
+    if store.latest() != progress.step:
+        save_state(store, parts, progress)
+    return _finish(parts, progress, folder, corpus, last)
+
+
+def load_corpus(config: RunConfig) -> Corpus:
+    """Read the data that the settings name."""
+    if config.data is None:
+        return read_corpus(default_source(), pattern="*.py")
+    return read_corpus(Path(config.data))
+
+
+def report(summary: Summary, as_json: bool) -> None:
+    """Print the summary for a person, or as one JSON object."""
+    if as_json:
+        sys.stdout.write(json.dumps(attrs.asdict(summary)) + "\n")
+        return
+    below = "below" if summary.held_out_loss < summary.bigram_loss else "NOT below"
+    sys.stdout.write(
+        f"\nheld-out loss {summary.held_out_loss:.3f} nats a byte, {below} the byte bigram's "
+        f"{summary.bigram_loss:.3f} (trigram {summary.trigram_loss:.3f})\n"
+        f"updates {summary.updates}, skipped {summary.skipped}; run folder {summary.out}\n"
+        f"sample:\n{summary.sample}\n"
+    )
+
+
+def _saver(store: StateStore, parts: Parts, progress: Progress) -> Observer:
+    def save(record: StepRecord) -> None:
+        if record.step % parts.config.save_every == 0:
+            save_state(store, parts, progress)
+
+    return save
+
+
+def _finish(
+    parts: Parts, progress: Progress, folder: RunFolder, corpus: Corpus, last: list[StepRecord]
+) -> Summary:
+    config = parts.config
+    tokens, labels = evenly_spaced(
+        corpus.held_out, config.sequence_length, config.evaluate_sequences
+    )
+    held_out = evaluate(parts, tokens, labels)
+    sample = generate(parts, PROMPT, config.sample_bytes) if config.sample_bytes else b""
+    levels = _baselines(parts.mesh.world, corpus, tokens, labels)
+    if parts.mesh.world.rank == 0:
+        lines: dict[str, Any] = {"held-out": held_out, "bigram": levels[0], "trigram": levels[1]}
+        plot_loss(folder.plot, *folder.losses(), lines)
+    return Summary(
+        steps=progress.step,
+        updates=progress.updates,
+        skipped=progress.skipped,
+        loss=last[0].loss if last else float("nan"),
+        held_out_loss=held_out,
+        bigram_loss=levels[0],
+        trigram_loss=levels[1],
+        sample=(PROMPT + sample).decode("utf-8", errors="replace"),
+        out=str(folder.path),
+    )
+
+
+def _baselines(
+    world: Communicator, corpus: Corpus, tokens: torch.Tensor, labels: torch.Tensor
+) -> tuple[float, float]:
+    # The first rank counts; the tables are large, and one copy a host is enough.
+    losses = torch.zeros(2, dtype=torch.float64, device=world.device)
+    if world.rank == 0:
+        sequences = torch.cat((tokens[:, :1], labels), dim=1).numpy().astype(np.uint8)
+        losses.copy_(torch.tensor(fit_ngrams(corpus.train).losses(sequences)))
+    world.broadcast(losses, 0).wait()
+    return float(losses[0]), float(losses[1])
