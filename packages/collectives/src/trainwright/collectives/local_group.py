@@ -1,0 +1,253 @@
+"""Collectives among rank threads: the last rank to arrive computes, sleepers help with large ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from trainwright.collectives.calls import Call, Kind
+from trainwright.collectives.errors import CollectiveError, UsageError
+from trainwright.collectives.local_messages import Message, MessageWork, post
+from trainwright.collectives.local_plans import is_large, plan
+from trainwright.collectives.parking import Pending, ThreadWorld
+from trainwright.collectives.protocol import Recv, Send, Work
+from trainwright.collectives.works import DONE, JoinedWork
+
+
+class LocalGroup:
+    """What the members of one group of rank threads share."""
+
+    def __init__(
+        self, world: ThreadWorld, ranks: Sequence[int], name: str, buffered_sends: bool
+    ) -> None:
+        self.world = world
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.name = name
+        self.buffered_sends = buffered_sends
+        self.num_started = [0] * self.size
+        self.meetings: dict[int, _Meeting] = {}
+        self.mail: dict[tuple[int, int, int], deque[Message]] = {}
+
+    def describe_rank(self, rank: int) -> str:
+        """Name a member by its number here and in the world."""
+        world_rank = self.ranks[rank]
+        return f"rank {rank}" if world_rank == rank else f"rank {rank} (world rank {world_rank})"
+
+
+class LocalBackend:
+    """One rank's hold on a `LocalGroup`."""
+
+    def __init__(self, group: LocalGroup, rank: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = group.size
+        self.device = device
+        self.name = group.name
+        self._group = group
+        self._world = group.world
+
+    def start(self, call: Call) -> Work:
+        """Join the collective that is this rank's next; compute it if this rank is the last."""
+        return self._join(call)
+
+    def exchange(self, messages: Sequence[Send | Recv], timeout_s: float | None) -> Work:
+        """Post the receives first, so that the sends find them."""
+        posted = [
+            post(self._group, self.rank, message)
+            for kind in (Recv, Send)
+            for message in messages
+            if isinstance(message, kind)
+        ]
+        works = [MessageWork(message, timeout_s) for message in posted]
+        return works[0] if len(works) == 1 else JoinedWork(works)
+
+    def start_together(self, pending: Sequence[Call | Sequence[Send | Recv]]) -> list[Work]:
+        """Start one after the other: nothing here blocks before ``wait``."""
+        return [
+            self.start(item) if isinstance(item, Call) else self.exchange(item, None)
+            for item in pending
+        ]
+
+    def split(self, color: int | None, key: int) -> LocalBackend | None:
+        """Meet, let the last rank make the groups, take one's own."""
+        work = self._join(Call(Kind.SPLIT, payload=(color, key)))
+        meeting = work.meeting
+        work.wait()
+        made = meeting.made.get(self.rank)
+        if made is None:
+            return None
+        group, rank = made
+        return LocalBackend(group, rank, self.device)
+
+    def abort(self, cause: str) -> None:
+        """Fail the whole world, not this group alone."""
+        self._world.fail(self._group.ranks[self.rank], cause)
+
+    def _join(self, call: Call) -> _MeetingWork:
+        group = self._group
+        world = self._world
+        if self.device.type == "cuda":
+            call.payload = (call.payload, torch.cuda.current_stream(self.device).record_event())
+        with world.mutex:
+            if world.failure is not None:
+                world.check()
+            number = group.num_started[self.rank]
+            group.num_started[self.rank] = number + 1
+            meeting = group.meetings.get(number)
+            if meeting is None:
+                meeting = group.meetings[number] = _Meeting(group, number)
+            meeting.join_locked(self.rank, call)
+            is_last = meeting.num_arrived == group.size
+            if is_last:
+                del group.meetings[number]
+        if is_last and not meeting.ready:
+            meeting.compute()
+        return _MeetingWork(meeting, self.rank, call.timeout_s, self.device)
+
+
+class _Meeting(Pending):
+    """One collective of one group, from the first arrival to the result."""
+
+    __slots__ = (
+        "calls", "counter", "done_event", "group", "made", "num_arrived", "num_left", "number",
+        "tasks",
+    )  # fmt: skip
+
+    def __init__(self, group: LocalGroup, number: int) -> None:
+        super().__init__()
+        self.group = group
+        self.number = number
+        self.calls: list[Call | None] = [None] * group.size
+        self.num_arrived = 0
+        self.made: dict[int, tuple[LocalGroup, int]] = {}
+        self.tasks: list[Callable[[], None]] = []
+        self.counter = itertools.count()
+        self.num_left = 0
+        self.done_event: torch.cuda.Event | None = None
+
+    def join_locked(self, rank: int, call: Call) -> None:
+        self.calls[rank] = call
+        self.num_arrived += 1
+        if self.num_arrived == 1 or self.ready:
+            return
+        first = next(other for other in self.calls if other is not None and other is not call)
+        if not call.agrees_with(first):
+            self.group.world.finish_locked(self, (UsageError, self._describe_mismatch()))
+
+    def compute(self) -> None:
+        """Do the work, alone if it is small; called by the last rank to arrive."""
+        try:
+            calls = [call for call in self.calls if call is not None]
+            if calls[0].kind is Kind.SPLIT:
+                self._make_groups(calls)
+            else:
+                tasks = plan(calls)
+                if is_large(calls):
+                    self._share(tasks)
+                    return
+                with torch.no_grad():
+                    for task in tasks:
+                        task()
+        except CollectiveError as error:
+            self.group.world.finish(self, (type(error), str(error)))
+        except Exception as error:
+            self.group.world.finish(self, (CollectiveError, f"{self}: {error!r}"))
+        else:
+            self.group.world.finish(self)
+
+    def help(self) -> None:
+        """Run tasks nobody has taken yet."""
+        world = self.group.world
+        num_tasks = len(self.tasks)
+        num_done = 0
+        with torch.no_grad():
+            while (index := next(self.counter)) < num_tasks:
+                try:
+                    self.tasks[index]()
+                except Exception as error:
+                    world.finish(self, (CollectiveError, f"{self}: {error!r}"))
+                num_done += 1
+        if num_done:
+            with world.mutex:
+                self.num_left -= num_done
+                if self.num_left == 0:
+                    world.finish_locked(self)
+
+    def describe(self) -> str:
+        group = self.group
+        missing = [rank for rank, call in enumerate(self.calls) if call is None]
+        who = ", ".join(group.describe_rank(rank) for rank in missing) or "nobody"
+        return f"{self}; missing: {who}; collectives started by each rank: {group.num_started}"
+
+    def __str__(self) -> str:
+        call = next(call for call in self.calls if call is not None)
+        return f"collective {self.number} of {self.group.name!r}, {call}"
+
+    def _share(self, tasks: list[Callable[[], None]]) -> None:
+        world = self.group.world
+        with world.mutex:
+            self.num_left = len(tasks)
+            self.tasks = tasks
+            world.wake_locked(self)
+        self.help()
+
+    def _make_groups(self, calls: Sequence[Call]) -> None:
+        group = self.group
+        members: dict[int, list[tuple[int, int]]] = {}
+        for rank, call in enumerate(calls):
+            color, key = call.payload
+            if color is not None:
+                members.setdefault(color, []).append((key, rank))
+        for color, keyed in members.items():
+            ranks = [rank for _, rank in sorted(keyed)]
+            made = LocalGroup(
+                group.world,
+                [group.ranks[rank] for rank in ranks],
+                f"{group.name}/{self.number}.{color}",
+                group.buffered_sends,
+            )
+            for new_rank, rank in enumerate(ranks):
+                self.made[rank] = (made, new_rank)
+
+    def _describe_mismatch(self) -> str:
+        parts = [
+            f"{self.group.describe_rank(rank)} called {call}"
+            for rank, call in enumerate(self.calls)
+            if call is not None
+        ]
+        return (
+            f"collective {self.number} of {self.group.name!r} differs between ranks: "
+            f"{'; '.join(parts)}. All ranks must call the same operations in the same order with "
+            "the same shapes, dtypes and arguments"
+        )
+
+
+class _MeetingWork:
+    __slots__ = ("_device", "_rank", "_timeout_s", "meeting")
+
+    def __init__(
+        self, meeting: _Meeting, rank: int, timeout_s: float | None, device: torch.device
+    ) -> None:
+        self.meeting: _Meeting | None = meeting
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._device = device
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        meeting = self.meeting
+        if meeting is None:
+            return
+        while not meeting.ready:
+            if meeting.tasks:
+                meeting.help()
+            if not meeting.ready:
+                meeting.group.world.sleep(meeting, self._rank, timeout_s or self._timeout_s)
+        if meeting.error is not None:
+            kind, text = meeting.error
+            raise kind(text)
+        if meeting.done_event is not None:
+            torch.cuda.current_stream(self._device).wait_event(meeting.done_event)
+        self.meeting = None
