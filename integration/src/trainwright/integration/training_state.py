@@ -47,7 +47,9 @@ def state_tree(parts: Parts, progress: Progress) -> dict[str, Any]:
             name: Sharded(piece.parameter.detach(), piece.spec) for name, piece in pieces.items()
         },
         "optimizer": {
-            name: {moment: Sharded(states[piece.parameter][moment], piece.spec) for moment in MOMENTS}
+            name: {
+                moment: Sharded(states[piece.parameter][moment], piece.spec) for moment in MOMENTS
+            }
             for name, piece in pieces.items()
         },
         "data": parts.feed.state_dict(),

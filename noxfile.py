@@ -1,0 +1,130 @@
+"""The matrix: every package alone, then the whole. ``nox --list`` is the manual."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+
+from tools.environments import PACKAGES, PROJECTS, Timer, alone, oldest, prepare, pytest, threads
+
+EVERYTHING = [*PACKAGES, "integration"]
+NAMED = bool({"-s", "--session", "--sessions", "-e"} & set(sys.argv))
+
+nox.options.default_venv_backend = "virtualenv"
+nox.options.stop_on_first_error = True
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def tests(session: nox.Session, package: str) -> None:
+    """Run one package's tests where only it and collectives are installed."""
+    with Timer(session):
+        prepare(session, *alone(package))
+        pytest(session, "tests", f"packages/{package}/tests", *session.posargs)
+
+
+@nox.session
+def layers(session: nox.Session) -> None:
+    """Check that no package imports a sibling, or a library it does not declare."""
+    with Timer(session):
+        prepare(session)
+        session.run("python", "-m", "tools.checks.layers")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format with ruff, and the maxima of the house style."""
+    with Timer(session):
+        prepare(session)
+        session.run("python", "-m", "ruff", "check", ".")
+        session.run("python", "-m", "ruff", "format", "--check", ".")
+        session.run("python", "-m", "tools.checks.maxima")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check all annotations with mypy, strictly."""
+    with Timer(session):
+        prepare(session)
+        roots = os.pathsep.join(str(project / "src") for project in PROJECTS)
+        names = [f"trainwright.{name.replace('-', '_')}" for name in EVERYTHING]
+        flags = [flag for name in names for flag in ("-p", name)]
+        session.run("python", "-m", "mypy", *flags, env={"MYPYPATH": roots})
+
+
+@nox.session
+@nox.parametrize("package", EVERYTHING, ids=EVERYTHING)
+def readmes(session: nox.Session, package: str) -> None:
+    """Run the Python code of one README as written."""
+    with Timer(session):
+        prepare(session, *alone(package))
+        folder = "integration" if package == "integration" else f"packages/{package}"
+        session.run("python", "-m", "tools.checks.readme", f"{folder}/README.md")
+
+
+@nox.session
+@nox.parametrize("package", EVERYTHING, ids=EVERYTHING)
+def wheel(session: nox.Session, package: str) -> None:
+    """Build one wheel, install it alone and import every public name."""
+    with Timer(session):
+        prepare(session, *alone(package))
+        session.run("python", "-m", "tools.checks.public_names", package)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Run the tests of the whole: the sampled law, faults and the command line."""
+    with Timer(session):
+        prepare(session, *PROJECTS)
+        pytest(session, "integration", "integration/tests", "tests", *session.posargs)
+
+
+@nox.session
+def train(session: nox.Session) -> None:
+    """Train the tiny model with data 2 x tensor 2 x pipeline 2; 20 steps where not named by -s."""
+    with Timer(session):
+        prepare(session, *PROJECTS)
+        arguments = session.posargs or (() if NAMED else ("--out", session.create_tmp()))
+        smoke = ["--steps", "20", "--evaluate-sequences", "32", "--sample-bytes", "40"]
+        command = ["trainwright", "train", "--layout", "dp=2,tp=2,pp=2", *arguments]
+        session.run(*command, *([] if NAMED else smoke), env=threads())
+
+
+@nox.session(default=False)
+def matrix(session: nox.Session) -> None:
+    """Run the law in every layout and dtype, and the long numerics."""
+    with Timer(session):
+        prepare(session, *PROJECTS)
+        pytest(session, "long", "-m", "long or not long", "tests", *session.posargs)
+
+
+@nox.session(default=False)
+def mutants(session: nox.Session) -> None:
+    """Plant named faults one by one and print which of them the tests catch."""
+    with Timer(session):
+        prepare(session)
+        session.run("python", "-m", "tools.mutants", *session.posargs, env=threads())
+
+
+@nox.session(default=False)
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def floors(session: nox.Session, package: str) -> None:
+    """Run one package's tests on the oldest numpy and attrs that it declares."""
+    with Timer(session):
+        prepare(session, *alone(package))
+        session.install("--ignore-installed", *oldest(ROOT / "packages" / package))
+        pytest(session, "tests", f"packages/{package}/tests", *session.posargs)
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Build all wheels and check that versions, changelogs and declared floors are in order."""
+    with Timer(session):
+        prepare(session)
+        session.run("python", "-m", "tools.release", *session.posargs)

@@ -1,0 +1,128 @@
+"""The environments of nox sessions: one base with every third-party package, thin ones on top."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import sys
+import time
+import tomllib
+from importlib import metadata, util
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+PROJECTS = [ROOT / "packages" / name for name in PACKAGES] + [ROOT / "integration"]
+WORK = ROOT / ".nox"
+TOOLS = ["hatchling>=1.25", "mypy>=1.13", "ruff>=0.8"]
+DEADLINE_S = {"tests": 600, "integration": 1500, "long": 5000}
+SECONDS: list[tuple[str, float]] = []
+BUILT: dict[Path, Path] = {}
+
+
+def alone(package: str) -> list[Path]:
+    """Return what stands beside a package in its own tests: collectives; all for integration."""
+    if package == "integration":
+        return PROJECTS
+    return [ROOT / "packages" / name for name in dict.fromkeys(["collectives", package])]
+
+
+def prepare(session: nox.Session, *projects: Path) -> None:
+    """Put the base environment under the session's own, and the projects' wheels into it."""
+    sites = [str(base(session)), *([str(kept_torch())] if kept_torch() else [])]
+    site = session.run(
+        "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True
+    )
+    (Path(str(site).strip()) / "base.pth").write_text("\n".join(sites) + "\n")
+    if projects:
+        wheels = [str(built(session, project)) for project in projects]
+        session.install("--no-deps", "--force-reinstall", "--no-index", *wheels)
+
+
+def base(session: nox.Session) -> Path:
+    """Install every third-party package once and return the site-packages that hold them."""
+    wanted = sorted({r for project in PROJECTS for r in requirements(project)} | set(TOOLS))
+    if kept_torch():
+        wanted = [requirement for requirement in wanted if not requirement.startswith("torch")]
+    pins = ROOT / "tools" / "constraints.txt"
+    text = "\n".join([sys.version, str(kept_torch()), *wanted, pins.read_text()])
+    folder = WORK / f"base-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    if not (folder / "complete").exists():
+        session.run(sys.executable, "-m", "virtualenv", "-q", "--clear", folder, external=True)
+        install = [python, "-m", "pip", "install", "-q", "-c", pins, *wanted]
+        session.run(*install, external=True)
+        (folder / "complete").touch()
+    found = next(folder.glob("lib/python*/site-packages"), folder / "Lib" / "site-packages")
+    return found
+
+
+def built(session: nox.Session, project: Path) -> Path:
+    """Build a project's wheel once a run and return its path."""
+    if project not in BUILT:
+        out = WORK / "wheels" / project.name
+        for old in out.glob("*.whl"):
+            old.unlink()
+        command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out]
+        session.run("python", *command, project)
+        BUILT[project] = next(out.glob("*.whl"))
+    return BUILT[project]
+
+
+def oldest(project: Path) -> list[str]:
+    """Return a project's declared floors of numpy and attrs as exact pins."""
+    floors = [r for r in requirements(project) if r.startswith(("numpy", "attrs"))]
+    return [requirement.replace(">=", "==") for requirement in floors]
+
+
+def requirements(project: Path) -> list[str]:
+    """Return the third-party requirements that a project declares, those of its tests included."""
+    described = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    extras = described.get("optional-dependencies", {}).values()
+    listed = [*described["dependencies"], *(r for extra in extras for r in extra)]
+    return [requirement for requirement in listed if not requirement.startswith("trainwright")]
+
+
+def kept_torch() -> Path | None:
+    """Return where the torch of the interpreter that runs nox lies, if it is new enough."""
+    if util.find_spec("torch") is None:
+        return None
+    major, minor = metadata.version("torch").split(".")[:2]
+    found = Path(str(metadata.distribution("torch").locate_file("")))
+    return found if (int(major), int(minor)) >= (2, 13) else None
+
+
+def pytest(session: nox.Session, kind: str, *arguments: str) -> None:
+    """Run pytest with the house's options under a deadline; a hang ends with all stacks."""
+    command = ["python", "-m", "tools.deadline", str(DEADLINE_S[kind]), "python", "-m", "pytest"]
+    session.run(*command, "-q", "-c", "pyproject.toml", *arguments, env=threads())
+
+
+def threads() -> dict[str, str]:
+    """Return the environment of tests and runs: one thread a rank, for ranks share the cores."""
+    return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Timer:
+    """Notes how long a session took."""
+
+    def __init__(self, session: nox.Session) -> None:
+        self.name = session.name
+
+    def __enter__(self) -> None:
+        self.began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        SECONDS.append((self.name, time.perf_counter() - self.began))
+
+
+@atexit.register
+def print_table() -> None:
+    """Print sessions and their seconds."""
+    if SECONDS:
+        print(f"\n{'session':36} seconds")
+        for name, seconds in [*SECONDS, ("together", sum(s for _, s in SECONDS))]:
+            print(f"{name:36} {seconds:7.1f}")
