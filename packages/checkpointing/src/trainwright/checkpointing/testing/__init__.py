@@ -1,0 +1,1 @@
+"""Laws and test doubles for users of the checkpointing protocols; strategies in ``layouts``."""
