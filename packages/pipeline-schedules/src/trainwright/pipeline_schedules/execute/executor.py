@@ -1,0 +1,242 @@
+"""The executor: runs one rank's part of a schedule on this rank's stages."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+from torch.autograd import profiler as autograd_profiler
+from torch.profiler import record_function
+
+from trainwright.collectives import PeerFailedError
+from trainwright.pipeline_schedules.execute.boundary import BoundarySpec
+from trainwright.pipeline_schedules.execute.errors import PipelineError
+from trainwright.pipeline_schedules.execute.program import (
+    Instruction,
+    Program,
+    compile_program,
+    forward_schedule,
+    require_runnable,
+)
+from trainwright.pipeline_schedules.execute.protocol import Inputs, Loss, Reducer, Transport
+from trainwright.pipeline_schedules.execute.result import StepResult, Timed
+from trainwright.pipeline_schedules.execute.run import Parts, Run, Seed
+from trainwright.pipeline_schedules.execute.stage_runner import KeywordSplit
+from trainwright.pipeline_schedules.execute.transfers import Links
+from trainwright.pipeline_schedules.lowering import lower
+from trainwright.pipeline_schedules.schedule import Schedule
+from trainwright.pipeline_schedules.verify import verify
+
+_NO_REDUCERS: Mapping[int, Reducer] = MappingProxyType({})
+_EVALUATION_WINDOW = 2
+_NO_SPAN = contextlib.nullcontext()
+
+
+class PipelineExecutor:
+    """Runs a schedule on this rank's stages, with the gradients of a serial run.
+
+    A stage is called ``stage(*boundary, **inputs(stage, microbatch))``: the first without
+    boundary arguments, the others with what the stage before returned, a tensor as one argument,
+    a tuple as several, a dict as one dict. On the last stage the same inputs serve
+    ``loss(output, **inputs)``; stage and loss each get the names that they have parameters for.
+    A stage must not change its boundary inputs in place.
+
+    Gradients accumulate in ``.grad``, over microbatches and over steps until they are zeroed.
+
+    Args:
+        schedule: Lowered, or to be lowered here; of F and B.
+        stages: This rank's stages by their number.
+        transport: Carries tensors between the ranks of the pipeline; a ``Communicator`` is one.
+        loss: Sum over the tokens of a microbatch, 0-d, at least float32.
+        reducers: For some stages, what adds their gradients over data-parallel ranks.
+        boundary: Declared shapes; a boundary without any sends a header of 256 bytes ahead of
+            each output, which the receiving host reads, and shapes may differ each time.
+        receive_ahead: Whether receives may be started before sends that stand in front of them.
+            The transport then has to pair messages by tag (Gloo and threads do, NCCL does not).
+            None: on CPU only.
+
+    Raises:
+        PipelineError: Stages, reducers or transport do not fit the schedule.
+        NotAvailableError: The schedule holds actions that cannot be run yet.
+        ScheduleError: The schedule does not verify.
+
+    Communicates: in a step, for each microbatch and each boundary to another rank, the output
+    one way and the gradients of its differentiable tensors the other way.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, torch.nn.Module],
+        transport: Transport,
+        *,
+        loss: Loss,
+        reducers: Mapping[int, Reducer] = _NO_REDUCERS,
+        boundary: BoundarySpec | None = None,
+        receive_ahead: bool | None = None,
+    ) -> None:
+        require_runnable(schedule)
+        _require_fit(schedule, stages, transport, reducers)
+        if schedule.lowered:
+            verify(schedule)
+        if receive_ahead is None:
+            receive_ahead = transport.device.type == "cpu"
+        ranks = schedule.rank_of_stage
+        declared = BoundarySpec({}) if boundary is None else boundary
+        last = schedule.num_stages - 1
+        self._schedule = lower(schedule)
+        self._parts = Parts(
+            stages=dict(stages),
+            links=Links(transport, ranks, declared, receive_ahead),
+            loss=loss,
+            split=KeywordSplit(stages[last], loss) if last in stages else None,
+            reducers=dict(reducers),
+        )
+        self._program = self._compile(self._schedule)
+        self._evaluations: dict[int, Program] = {}
+
+    @property
+    def schedule(self) -> Schedule:
+        """The lowered schedule that a step runs."""
+        return self._schedule
+
+    def step(
+        self,
+        inputs: Inputs,
+        *,
+        divisor: torch.Tensor | float,
+        loss_scale: torch.Tensor | float = 1.0,
+        reduce: bool = True,
+        timed: bool = False,
+    ) -> StepResult:
+        """Run forward and backward of all microbatches.
+
+        Backward starts from ``loss_scale / divisor``, and no other factor appears anywhere.
+
+        Args:
+            inputs: ``inputs(stage, microbatch)``, keyword arguments; called once for each.
+            divisor: Number of valid tokens of the whole global batch, over all data-parallel
+                ranks and all steps that accumulate together. Zero gives zero gradients.
+            loss_scale: Factor of the loss scaler.
+            reduce: Whether reducers take part; False for all but the last of several steps that
+                accumulate together.
+            timed: Whether to measure a timeline.
+
+        Returns:
+            The loss sum, on the rank of the last stage.
+
+        Raises:
+            PipelineError: The schedule has no backward, gradients are switched off, or the
+                divisor is negative.
+        """
+        if self._schedule.forward_only:
+            raise PipelineError("a forward-only schedule has no step; call evaluate")
+        if not torch.is_grad_enabled():
+            raise PipelineError("step needs gradients but they are switched off; call evaluate")
+        if not isinstance(divisor, torch.Tensor) and not divisor >= 0:
+            raise PipelineError(f"divisor must be the number of valid tokens, got {divisor}")
+        seed = Seed(divisor, loss_scale)
+        window = self._program.peak_in_flight
+        run = Run(self._parts, inputs, seed, window=window, reduce=reduce)
+        return self._execute(self._program, run, timed)
+
+    def evaluate(self, inputs: Inputs, num_microbatches: int, *, timed: bool = False) -> StepResult:
+        """Run forwards only, in evaluation mode; weights, gradients and modes stay as they are.
+
+        Args:
+            inputs: As in `step`.
+            num_microbatches: Any number from 1, the same on all ranks.
+            timed: Whether to measure a timeline.
+
+        Returns:
+            The loss sum, on the rank of the last stage.
+        """
+        if num_microbatches not in self._evaluations:
+            schedule = forward_schedule(self._schedule.rank_of_stage, num_microbatches)
+            self._evaluations[num_microbatches] = self._compile(schedule)
+        run = Run(self._parts, inputs, None, window=_EVALUATION_WINDOW)
+        with torch.no_grad(), _evaluation_mode(self._parts.stages):
+            return self._execute(self._evaluations[num_microbatches], run, timed)
+
+    def _compile(self, schedule: Schedule) -> Program:
+        links = self._parts.links
+        rank = links.transport.rank
+        return compile_program(schedule, rank, self._parts.reducers, links.receive_ahead)
+
+    def _execute(self, program: Program, run: Run, timed: bool) -> StepResult:
+        # Asked once a run: opening a range costs more than starting most transfers.
+        profiling = autograd_profiler._is_profiler_enabled
+        timeline: list[Timed] = []
+        begin = time.perf_counter()
+        instruction: Instruction | None = None
+        try:
+            for instruction in program.instructions:
+                start = time.perf_counter() - begin
+                with record_function(instruction.label) if profiling else _NO_SPAN:
+                    run.perform(instruction)
+                if timed:
+                    timeline.append(_timed(instruction, start, time.perf_counter() - begin))
+            loss_sum = run.finish()
+        except BaseException as cause:
+            self._give_up(cause, instruction)
+            raise
+        return StepResult(loss_sum, tuple(timeline) if timed else None)
+
+    def _give_up(self, cause: BaseException, instruction: Instruction | None) -> None:
+        """Say where it happened, and tell the peers unless they told us."""
+        transport = self._parts.links.transport
+        if instruction is not None:
+            cause.add_note(f"in {instruction.label} on rank {transport.rank} of the pipeline")
+        abort = getattr(transport, "abort", None)
+        if abort is None or transport.size == 1 or isinstance(cause, PeerFailedError):
+            return
+        try:
+            abort(cause)
+        except Exception as failure:
+            cause.add_note(f"and telling the other ranks failed: {failure!r}")
+
+
+def _timed(instruction: Instruction, start_s: float, stop_s: float) -> Timed:
+    slot = (instruction.stage, instruction.microbatch)
+    return Timed(instruction.operation.value, *slot, start_s, stop_s)
+
+
+def _require_fit(
+    schedule: Schedule,
+    stages: Mapping[int, torch.nn.Module],
+    transport: Transport,
+    reducers: Mapping[int, Reducer],
+) -> None:
+    if transport.size != schedule.num_ranks:
+        raise PipelineError(
+            f"the schedule is for {schedule.num_ranks} ranks but the transport has "
+            f"{transport.size}; make the schedule for {transport.size} ranks"
+        )
+    own = schedule.stages_of(transport.rank)
+    if set(stages) != set(own):
+        raise PipelineError(
+            f"rank {transport.rank} of the pipeline owns stages {list(own)} by the schedule, "
+            f"got modules for stages {sorted(stages)}"
+        )
+    foreign = sorted(set(reducers) - set(own))
+    if foreign:
+        raise PipelineError(
+            f"reducers are given for stages {foreign}, but rank {transport.rank} of the pipeline "
+            f"owns stages {list(own)}"
+        )
+
+
+@contextlib.contextmanager
+def _evaluation_mode(stages: Mapping[int, torch.nn.Module]) -> Iterator[None]:
+    """Switch to evaluation mode and put every submodule back as it was."""
+    training = [m for stage in stages.values() for m in stage.modules() if m.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

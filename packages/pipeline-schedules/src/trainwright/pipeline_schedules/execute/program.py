@@ -1,0 +1,177 @@
+"""From one rank's row of a schedule to the instructions that the executor runs."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+
+import attrs
+import numpy as np
+
+from trainwright.pipeline_schedules.actions import NO_MICROBATCH, Action, Kind
+from trainwright.pipeline_schedules.execute.errors import NotAvailableError
+from trainwright.pipeline_schedules.execute.protocol import Reducer
+from trainwright.pipeline_schedules.lowering import lower
+from trainwright.pipeline_schedules.schedule import Rows, Schedule
+
+
+class Operation(enum.Enum):
+    """What an instruction does."""
+
+    EXPECT_INPUT = "RECV_F"
+    AWAIT_INPUT = "wait for input"
+    FORWARD = "F"
+    SEND_OUTPUT = "SEND_F"
+    EXPECT_GRADIENT = "RECV_B"
+    AWAIT_GRADIENT = "wait for gradient"
+    LAST_BACKWARD = "last backward"
+    BACKWARD = "B"
+    SEND_GRADIENT = "SEND_B"
+    REDUCE = "REDUCE"
+
+
+@attrs.frozen(eq=False)
+class Instruction:
+    """One thing to do, for one stage and microbatch.
+
+    ``label`` is how profilers show it; it is made once, so that running costs no formatting.
+    """
+
+    operation: Operation
+    stage: int
+    microbatch: int
+    label: str
+
+
+@attrs.frozen(eq=False)
+class Program:
+    """Instructions of one rank, and how many microbatches are in flight at its peak."""
+
+    instructions: tuple[Instruction, ...]
+    peak_in_flight: int
+
+
+_OPERATION_OF_KIND = {
+    Kind.F: Operation.FORWARD,
+    Kind.B: Operation.BACKWARD,
+    Kind.SEND_F: Operation.SEND_OUTPUT,
+    Kind.RECV_F: Operation.EXPECT_INPUT,
+    Kind.SEND_B: Operation.SEND_GRADIENT,
+    Kind.RECV_B: Operation.EXPECT_GRADIENT,
+    Kind.REDUCE: Operation.REDUCE,
+}
+_COMPUTATIONS = (Kind.F, Kind.B)
+_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+_MESSAGES = (Kind.SEND_F, Kind.SEND_B, *_RECEIVES)
+
+
+def require_runnable(schedule: Schedule) -> None:
+    """Refuse a schedule with actions that this version cannot run.
+
+    Raises:
+        NotAvailableError: It splits the backward, pairs F with B, or gathers weights.
+    """
+    kinds = {Kind(kind) for kind in np.unique(schedule.packed[:, 0]).tolist()}
+    unknown = sorted(kind.name for kind in kinds - _OPERATION_OF_KIND.keys())
+    if unknown:
+        raise NotAvailableError(
+            f"schedule {schedule.name or 'unnamed'} holds actions of kind {', '.join(unknown)}; "
+            f"running them is not available yet, use a schedule of F and B such as 1F1B"
+        )
+
+
+def compile_program(
+    schedule: Schedule, rank: int, reducers: Mapping[int, Reducer], receive_ahead: bool
+) -> Program:
+    """Turn a lowered schedule's list for one rank into instructions.
+
+    Receives are started earlier than the list says, so that transfers overlap with computation:
+    before the computation that stands in front of them. Where ``receive_ahead`` is False, a
+    receive never passes another message, so that transports that pair messages by order alone
+    see the proven order.
+    """
+    actions = _start_receives_early(schedule.program(rank), receive_ahead)
+    last_backwards = _last_of_each_reducer(actions, Kind.B, reducers)
+    reductions = _last_of_each_reducer(actions, Kind.REDUCE, reducers)
+    expected = {(action.kind, action.stage, action.microbatch) for action in actions}
+    instructions: list[Instruction] = []
+    for number, action in enumerate(actions):
+        key = (action.stage, action.microbatch)
+        if action.kind is Kind.REDUCE and number not in reductions:
+            continue
+        if action.kind is Kind.F and (Kind.RECV_F, *key) in expected:
+            instructions.append(_instruction(Operation.AWAIT_INPUT, *key))
+        if action.kind is Kind.B and (Kind.RECV_B, *key) in expected:
+            instructions.append(_instruction(Operation.AWAIT_GRADIENT, *key))
+        if number in last_backwards:
+            instructions.append(_instruction(Operation.LAST_BACKWARD, *key))
+        instructions.append(_instruction(_OPERATION_OF_KIND[action.kind], *key))
+    return Program(tuple(instructions), _peak_in_flight(actions))
+
+
+def forward_schedule(rank_of_stage: Sequence[int], num_microbatches: int) -> Schedule:
+    """Forwards alone, lowered, for any placement of the stages.
+
+    Rounds of as many microbatches as there are ranks; in a round, each rank runs its stages in
+    order, each with all microbatches of the round, so that several chunks a rank still overlap.
+    """
+    num_ranks = max(rank_of_stage) + 1
+    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
+    for first in range(0, num_microbatches, num_ranks):
+        microbatches = range(first, min(first + num_ranks, num_microbatches))
+        for stage, rank in enumerate(rank_of_stage):
+            rows[rank] += [(Kind.F, stage, microbatch) for microbatch in microbatches]
+    actions: list[Rows] = [np.array(row, dtype=np.int32).reshape(-1, 3) for row in rows]
+    return lower(
+        Schedule(actions, rank_of_stage, num_microbatches, "forward-only", forward_only=True)
+    )
+
+
+def _instruction(operation: Operation, stage: int, microbatch: int) -> Instruction:
+    where = "" if microbatch == NO_MICROBATCH else f" microbatch {microbatch}"
+    label = f"pipeline: {operation.value} stage {stage}{where}"
+    return Instruction(operation, stage, microbatch, label)
+
+
+def _start_receives_early(actions: Sequence[Action], receive_ahead: bool) -> list[Action]:
+    early: list[Action] = []
+    place = 0  # where the latest computation stands in ``early``
+    for action in actions:
+        if action.kind in _COMPUTATIONS:
+            place = len(early)
+            early.append(action)
+            continue
+        if action.kind in _RECEIVES and place < len(early):
+            ahead_of = early[place]
+            # The sizes of a gradient are those of the output, known only after its forward.
+            own = ahead_of == Action(Kind.F, action.stage, action.microbatch)
+            passes = any(passed.kind in _MESSAGES for passed in early[place:])
+            if not own and (receive_ahead or not passes):
+                early.insert(place, action)
+                place += 1
+                continue
+        early.append(action)
+    return early
+
+
+def _last_of_each_reducer(
+    actions: Sequence[Action], kind: Kind, reducers: Mapping[int, Reducer]
+) -> set[int]:
+    """The places of each reducer's last action of a kind.
+
+    One reducer may serve several stages: what it does at the end counts once, after all of them.
+    """
+    last: dict[int, int] = {}
+    for number, action in enumerate(actions):
+        if action.kind is kind and action.stage in reducers:
+            last[id(reducers[action.stage])] = number
+    return set(last.values())
+
+
+def _peak_in_flight(actions: Iterable[Action]) -> int:
+    held = 0
+    peak = 0
+    for action in actions:
+        held += (action.kind is Kind.F) - (action.kind is Kind.B)
+        peak = max(peak, held)
+    return peak

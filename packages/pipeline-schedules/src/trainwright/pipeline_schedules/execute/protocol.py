@@ -1,0 +1,66 @@
+"""What the executor needs from others: a transport, reducers, inputs and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from trainwright.collectives import Work
+
+Inputs = Callable[[int, int], Mapping[str, Any]]
+"""``inputs(stage, microbatch)``: keyword arguments of that stage and, on the last one, the loss."""
+
+Loss = Callable[..., torch.Tensor]
+"""``loss(output, **inputs)``: a 0-d tensor, at least float32, that is a sum and not a mean."""
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Point-to-point messages between the ranks of a pipeline; a ``Communicator`` is one.
+
+    Laws: messages of one peer and tag arrive in the order in which they were sent; neither call
+    blocks until its counterpart arrives; the tensor belongs to the transfer until its ``wait``.
+    Where the transport also has ``abort(cause)``, it is called when a stage raises.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the pipeline."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the pipeline."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where received tensors are to lie."""
+        ...
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+        """Start sending ``tensor`` to ``peer``."""
+        ...
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+        """Start receiving into ``tensor`` from ``peer``."""
+        ...
+
+
+@runtime_checkable
+class Reducer(Protocol):
+    """Adds one stage's gradients over its data-parallel ranks.
+
+    In each step that reduces, ``last_backward`` is called once, just before the last backward of
+    the stage, and ``reduce`` once, when that backward is done.
+    """
+
+    def last_backward(self) -> None:
+        """Prepare: gradients become final during the backward that follows."""
+        ...
+
+    def reduce(self) -> None:
+        """Start the reductions that are not under way yet."""
+        ...
