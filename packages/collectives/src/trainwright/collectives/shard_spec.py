@@ -78,7 +78,7 @@ class ShardSpec:
     def full(cls, name: str, shape: Iterable[int], replicated: Iterable[str] = ()) -> ShardSpec:
         """Return the spec of a rank that holds the whole tensor of ``shape``."""
         box = Box.full(shape)
-        return cls(name, box.stop, (box,), 0, box.numel, tuple(replicated))
+        return cls(name, box.stop, (box,), 0, box.numel, replicated)
 
     @classmethod
     def of_boxes(
@@ -91,7 +91,7 @@ class ShardSpec:
         """Return the spec of a rank that holds all elements of ``boxes``."""
         held = tuple(boxes)
         total = sum(box.numel for box in held)
-        return cls(name, tuple(global_shape), held, 0, total, tuple(replicated))
+        return cls(name, global_shape, held, 0, total, replicated)
 
     @property
     def total(self) -> int:
