@@ -1,1 +1,41 @@
 """Number formats, loss scaling and FP32 master weights for PyTorch training."""
+
+from trainwright.precision.casting import AppliedPolicy
+from trainwright.precision.constant_scaling import (
+    StaticLossScaler,
+    UnitLossScaler,
+)
+from trainwright.precision.dynamic_scaling import DynamicLossScaler
+from trainwright.precision.errors import (
+    LossScaleError,
+    NotAvailableError,
+    PrecisionError,
+    ScalerOrderError,
+)
+from trainwright.precision.master import MasterWeights
+from trainwright.precision.policy import (
+    PRESETS,
+    DtypePolicy,
+    policy,
+)
+from trainwright.precision.protocol import (
+    LossScaler,
+    SteppableOptimizer,
+)
+
+__all__ = [
+    "PRESETS",
+    "AppliedPolicy",
+    "DtypePolicy",
+    "DynamicLossScaler",
+    "LossScaleError",
+    "LossScaler",
+    "MasterWeights",
+    "NotAvailableError",
+    "PrecisionError",
+    "ScalerOrderError",
+    "StaticLossScaler",
+    "SteppableOptimizer",
+    "UnitLossScaler",
+    "policy",
+]

@@ -1,0 +1,95 @@
+"""Reading, dividing and checking the gradients that an optimizer is about to use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from trainwright.precision.errors import NotAvailableError, PrecisionError
+from trainwright.precision.protocol import SteppableOptimizer
+
+
+def named_gradients(
+    optimizer: SteppableOptimizer, names: Mapping[torch.Tensor, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, gradient values) of every parameter with a gradient, in the optimizer's order.
+
+    A name comes from ``names``, else from the group's "param_names", else from its place. Of a
+    sparse gradient the stored values are yielded.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        group_names = group.get("param_names")
+        for index, parameter in enumerate(group["params"]):
+            if parameter.grad is None:
+                continue
+            if parameter in names:
+                name = names[parameter]
+            elif group_names:
+                name = group_names[index]
+            else:
+                shape = tuple(parameter.shape)
+                name = f"parameter {index} of group {number}, shape {shape}"
+            yield name, _values(name, parameter.grad)
+
+
+def unscale_gradients_(
+    optimizer: SteppableOptimizer,
+    scale: float,
+    *,
+    check: bool,
+    allow_float16: bool = False,
+) -> list[torch.Tensor]:
+    """Divide the gradients by ``scale`` in place; make no host synchronisation.
+
+    Args:
+        optimizer: owner of the gradients.
+        scale: what they were multiplied by.
+        check: whether to look for non-finite values in the same pass.
+        allow_float16: whether float16 gradients may pass; dividing would flush them to zero.
+
+    Returns:
+        One float32 0-d flag a device, 1.0 where a gradient was not finite; empty without
+        gradients or without ``check``.
+
+    Raises:
+        PrecisionError: a gradient is float16.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for name, gradient in named_gradients(optimizer, {}):
+        if gradient.dtype == torch.float16 and not allow_float16:
+            raise PrecisionError(
+                f"the gradient of {name} is float16: unscaled there, small values become zero; "
+                "wrap the optimizer in MasterWeights, or keep float32 parameters"
+            )
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    inverse = 1.0 / scale
+    flags: dict[torch.device, torch.Tensor] = {}
+    for (device, _), gradients in kinds.items():
+        if check:
+            flag = flags.setdefault(device, torch.zeros((), device=device))
+            factor = torch.tensor(inverse, dtype=torch.float32, device=device)
+            # The fused kernel of torch.amp: one pass divides and notes what is not finite.
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, factor)
+        elif scale != 1.0:
+            torch._foreach_mul_(gradients, inverse)
+    return list(flags.values())
+
+
+def first_non_finite(
+    optimizer: SteppableOptimizer, names: Mapping[torch.Tensor, str]
+) -> str | None:
+    """Return the name of the first parameter whose gradient is not finite; waits for the device."""
+    for name, gradient in named_gradients(optimizer, names):
+        if not bool(torch.isfinite(gradient).all()):
+            return name
+    return None
+
+
+def _values(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    if hasattr(gradient, "to_local"):
+        raise NotAvailableError(
+            f"the gradient of {name} is a DTensor, which is not available yet; "
+            "give the optimizer local tensors, and the scaler a communicator"
+        )
+    return gradient._values() if gradient.is_sparse else gradient

@@ -1,0 +1,250 @@
+"""FP32 master weights: a half-precision model under any optimizer of ``torch.optim``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Never
+
+import torch
+
+from trainwright.precision.errors import NotAvailableError, PrecisionError
+
+NamedParameters = Iterable[tuple[str, torch.Tensor]]
+ParameterGroups = Iterable[Mapping[str, Any]]
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+class MasterWeights(torch.optim.Optimizer):
+    """An optimizer whose update, moments and gradients are FP32 though the model is 16-bit.
+
+    It takes the place of the optimizer in PyTorch's loop. Its ``param_groups`` hold the model's own
+    parameters, whose ``.grad`` is float32: autograd casts each 16-bit gradient up and sums
+    micro-batches there, and clipping and loss scalers work on true FP32 gradients. ``step`` updates
+    the FP32 masters and rounds them into the model. A weight that was changed in the model since
+    then (loaded, swapped, filled) is noticed element by element at the next ``step`` or
+    ``state_dict`` and taken over; elements not changed keep all their digits. Parameters of at
+    least float32 are their own masters, so float64 is never lowered. Learning-rate schedulers of
+    ``torch.optim`` accept it as it is.
+
+    Args:
+        parameters: ``model.named_parameters()``, or parameter groups whose "params" are
+            (name, parameter) pairs.
+        factory: makes the optimizer of the masters from parameter groups, such as
+            ``functools.partial(torch.optim.AdamW, lr=1e-3)``.
+        originals: parameter name to its values before rounding, as `AppliedPolicy` has them; the
+            masters start from these. Without, they start from the rounded weights.
+
+    Raises:
+        PrecisionError: parameters without names, or an original that is not what the weight was
+            rounded from.
+    """
+
+    def __init__(
+        self,
+        parameters: NamedParameters | ParameterGroups,
+        factory: OptimizerFactory,
+        *,
+        originals: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        groups = _named_groups(parameters)
+        self._names = [name for group in groups for name, _ in group["params"]]
+        self._weights = [weight for group in groups for _, weight in group["params"]]
+        self._masters = [
+            _master_of(name, weight, (originals or {}).get(name))
+            for name, weight in zip(self._names, self._weights, strict=True)
+        ]
+        self._narrow = [i for i, w in enumerate(self._weights) if w is not self._masters[i]]
+        self._inner = factory(self._groups_of_masters(groups))
+        self._sealed = False
+        super().__init__(groups, self._inner.defaults)
+        self._sealed = True
+        self._copy_options(self._inner.param_groups, self.param_groups)
+        for index in self._narrow:
+            _widen_gradient(self._names[index], self._weights[index])
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the masters from the FP32 gradients and round them into the model.
+
+        Raises:
+            PrecisionError: a closure was given, or a gradient is not float32.
+        """
+        if closure is not None:
+            raise NotAvailableError("MasterWeights.step takes no closure; call it without one")
+        self._take_over_changes()
+        self._copy_options(self.param_groups, self._inner.param_groups)
+        for index in self._narrow:
+            self._masters[index].grad = self._gradient(index)
+        self._inner.step()
+        for index in self._narrow:
+            self._masters[index].grad = None
+        self._copy_options(self._inner.param_groups, self.param_groups)
+        self._publish()
+        self._show_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state in torch's form, and the masters by name.
+
+        Returns:
+            "state" and "param_groups" as in torch, for the FP32 optimizer; "masters": name to
+            float32 tensor, for the parameters whose master is not the weight itself. The tensors
+            are the live ones, as in torch.
+        """
+        self._take_over_changes()
+        self._copy_options(self.param_groups, self._inner.param_groups)
+        masters = {self._names[i]: self._masters[i].detach() for i in self._narrow}
+        return {**self._inner.state_dict(), "masters": masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over moments, options and masters, and round the masters into the model.
+
+        No step is run, so nothing else moves; model and optimizer may be loaded in either order.
+
+        Raises:
+            PrecisionError: masters or names do not fit; nothing is changed then.
+        """
+        masters = self._checked_masters(state_dict)
+        inner = {key: value for key, value in state_dict.items() if key != "masters"}
+        self._inner.load_state_dict(inner)
+        for index in self._narrow:
+            self._masters[index].copy_(masters[self._names[index]])
+        self._copy_options(self._inner.param_groups, self.param_groups)
+        self._publish()
+        self._show_state()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: parameter groups are fixed when the masters are made."""
+        if self._sealed:
+            raise NotAvailableError(
+                "adding a parameter group is not available yet; make a new MasterWeights of all "
+                "parameters and load the old one's state"
+            )
+        super().add_param_group(param_group)
+
+    def __reduce__(self) -> Never:
+        raise PrecisionError("MasterWeights cannot be pickled or copied; keep its state_dict()")
+
+    def _groups_of_masters(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        masters = iter(self._masters)
+        return [
+            {**group, "params": [(name, next(masters)) for name, _ in group["params"]]}
+            for group in groups
+        ]
+
+    def _gradient(self, index: int) -> torch.Tensor | None:
+        gradient: torch.Tensor | None = self._weights[index].grad
+        master = self._masters[index]
+        if gradient is not None and gradient.dtype != master.dtype:
+            raise PrecisionError(
+                f"the gradient of {self._names[index]} must be {master.dtype}, got "
+                f"{gradient.dtype}; leave the parameter's grad_dtype as MasterWeights set it"
+            )
+        return gradient
+
+    def _take_over_changes(self) -> None:
+        """Where the model's weight is no longer the rounded master, take the weight."""
+        weights = [self._weights[i].detach() for i in self._narrow]
+        masters = [self._masters[i].detach() for i in self._narrow]
+        if not weights:
+            return
+        rounded = [torch.empty_like(weight) for weight in weights]
+        torch._foreach_copy_(rounded, masters)
+        for weight, master, expected in zip(weights, masters, rounded, strict=True):
+            # On the CPU asking first is cheaper; elsewhere it would make the host wait.
+            if weight.device.type == "cpu" and torch.equal(weight, expected):
+                continue
+            unchanged = weight == expected
+            master.copy_(torch.where(unchanged, master, weight.to(master.dtype)))
+
+    def _publish(self) -> None:
+        weights = [self._weights[i].detach() for i in self._narrow]
+        if weights:
+            torch._foreach_copy_(weights, [self._masters[i].detach() for i in self._narrow])
+
+    def _copy_options(self, source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+        # Schedulers write into our groups, some optimizers into their own.
+        for from_group, to_group in zip(source, target, strict=True):
+            options = {k: v for k, v in from_group.items() if k not in ("params", "param_names")}
+            to_group.update(options)
+
+    def _show_state(self) -> None:
+        # The same dicts under the model's parameters, for tools that look moments up there.
+        self.state.clear()
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            if master in self._inner.state:
+                self.state[weight] = self._inner.state[master]
+
+    def _checked_masters(self, state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        if "masters" not in state_dict:
+            raise PrecisionError(
+                "the state must hold 'masters'; it seems to be a plain optimizer's, whose model "
+                "can be loaded in float32 before MasterWeights is made of it"
+            )
+        groups = zip(state_dict["param_groups"], self._inner.param_groups, strict=False)
+        for saved, own in groups:
+            if saved.get("param_names", own["param_names"]) != own["param_names"]:
+                raise PrecisionError(
+                    f"the state is that of parameters {saved['param_names']}, "
+                    f"but this optimizer has {own['param_names']}"
+                )
+        masters: Mapping[str, torch.Tensor] = state_dict["masters"]
+        wanted = {self._names[i]: self._masters[i].shape for i in self._narrow}
+        found = {name: master.shape for name, master in masters.items()}
+        for name in wanted.keys() | found.keys():
+            if wanted.get(name) != found.get(name):
+                raise PrecisionError(
+                    f"master of {name}: this optimizer has shape {_shape(wanted.get(name))}, "
+                    f"the state {_shape(found.get(name))}"
+                )
+        return masters
+
+
+def _named_groups(parameters: NamedParameters | ParameterGroups) -> list[dict[str, Any]]:
+    entries: list[Any] = list(parameters)
+    if not entries:
+        raise PrecisionError("MasterWeights needs at least one parameter, got none")
+    if not isinstance(entries[0], Mapping):
+        entries = [{"params": entries}]
+    groups = []
+    for entry in entries:
+        pairs = list(entry["params"])
+        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise PrecisionError(
+                "MasterWeights needs (name, parameter) pairs; pass model.named_parameters()"
+            )
+        # Without "param_names" torch takes an empty group for one without names.
+        groups.append({"param_names": [], **entry, "params": pairs})
+    names = [name for group in groups for name, _ in group["params"]]
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise PrecisionError(f"parameter names {twice} appear twice; names must be unique")
+    return groups
+
+
+def _master_of(name: str, weight: torch.Tensor, original: torch.Tensor | None) -> torch.Tensor:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    if wide == weight.dtype:
+        return weight
+    if original is None:
+        return weight.detach().to(wide, copy=True).requires_grad_(weight.requires_grad)
+    if original.shape != weight.shape or not torch.equal(original.to(weight.dtype), weight):
+        raise PrecisionError(
+            f"originals[{name!r}] does not round to the weight that the model has now; "
+            "make MasterWeights right after the policy is applied"
+        )
+    return original.detach().to(wide).requires_grad_(weight.requires_grad)
+
+
+def _widen_gradient(name: str, weight: torch.Tensor) -> None:
+    if weight.grad is not None:
+        raise PrecisionError(
+            f"{name} already has a gradient in {weight.grad.dtype}; make MasterWeights before the "
+            "first backward pass"
+        )
+    weight.grad_dtype = torch.float32
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "none" if shape is None else str(tuple(shape))

@@ -1,0 +1,154 @@
+"""Which tensor has which dtype: a value that modules, reductions and optimizers read."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import attrs
+import torch
+from torch import nn
+
+from trainwright.precision.errors import NotAvailableError, PrecisionError
+
+if TYPE_CHECKING:
+    from trainwright.precision.casting import AppliedPolicy
+
+Pattern = str | re.Pattern[str]
+
+PRESETS = {
+    "float32": (torch.float32, torch.float32),
+    "float64": (torch.float64, torch.float64),
+    "bfloat16": (torch.bfloat16, torch.float32),
+    "float16": (torch.float16, torch.float32),
+}
+"""Name of a preset: (dtype of parameters and products, dtype of reductions and output)."""
+
+_FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _check_dtype(_: object, attribute: attrs.Attribute[torch.dtype], value: object) -> None:
+    if value in _FORMATS:
+        return
+    rule = f"{attribute.name} must be one of {', '.join(map(str, _FORMATS))}, got {value!r}"
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        raise NotAvailableError(f"{rule}; narrower formats are not available yet")
+    raise PrecisionError(rule)
+
+
+def _pattern_tuple(patterns: Iterable[Pattern]) -> tuple[Pattern, ...]:
+    if isinstance(patterns, str | re.Pattern):
+        raise PrecisionError(
+            f"keep_fp32 must be a sequence of patterns, got {patterns!r}; write ({patterns!r},)"
+        )
+    return tuple(patterns)
+
+
+@attrs.frozen
+class DtypePolicy:
+    """The dtypes of one training run.
+
+    The policy's own dtypes are a request and are applied as they stand. What matches ``keep_fp32``
+    is only ever raised: it gets at least float32, and a float64 parameter stays float64.
+
+    Args:
+        parameter: dtype in which a module keeps its weights.
+        compute: dtype of the products; inputs are cast to it, and weights where they differ.
+        reduce: dtype in which gradients are summed over ranks.
+        output: dtype of what the whole module returns.
+        keep_fp32: names of parameters that stay in at least float32; a string is matched by
+            ``fnmatch`` against the whole dotted name (``*`` crosses dots), a compiled regular
+            expression by ``fullmatch``.
+
+    Raises:
+        PrecisionError: a dtype is not a floating-point format of this package.
+    """
+
+    parameter: torch.dtype = attrs.field(validator=_check_dtype)
+    compute: torch.dtype = attrs.field(validator=_check_dtype)
+    reduce: torch.dtype = attrs.field(validator=_check_dtype)
+    output: torch.dtype = attrs.field(validator=_check_dtype)
+    keep_fp32: tuple[Pattern, ...] = attrs.field(default=(), converter=_pattern_tuple)
+
+    def keeps(self, name: str) -> bool:
+        """Say whether the parameter called ``name`` stays in at least float32."""
+        return any(_matches(pattern, name) for pattern in self.keep_fp32)
+
+    def parameter_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which a module keeps this parameter.
+
+        Integer parameters keep theirs. Wherever a rule "name and parameter to dtype" is wanted,
+        this bound method is one.
+        """
+        if not parameter.is_floating_point():
+            return parameter.dtype
+        return self.raised(parameter.dtype) if self.keeps(name) else self.parameter
+
+    def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which this parameter enters products."""
+        if not parameter.is_floating_point():
+            return parameter.dtype
+        return self.raised(parameter.dtype) if self.keeps(name) else self.compute
+
+    def raised(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the widest of ``dtype``, float32 and the policy's parameter dtype."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return torch.promote_types(wide, self.parameter)
+
+    def check_patterns(self, names: Iterable[str]) -> None:
+        """Make sure that every pattern matches one of ``names``.
+
+        Raises:
+            PrecisionError: a pattern matches nothing; the message holds the nearest names.
+        """
+        known = list(names)
+        for pattern in self.keep_fp32:
+            if any(_matches(pattern, name) for name in known):
+                continue
+            text = pattern if isinstance(pattern, str) else pattern.pattern
+            near = difflib.get_close_matches(text.strip("*"), known, n=3, cutoff=0.3) or known[:3]
+            raise PrecisionError(
+                f"keep_fp32 pattern {text!r} matches none of {len(known)} parameters; "
+                f"a pattern must match a whole name, such as {', '.join(near) or '(none)'}"
+            )
+
+    def apply(self, module: nn.Module) -> AppliedPolicy:
+        """Cast ``module`` for a plain loop, in place; see `AppliedPolicy` for what is done.
+
+        Raises:
+            PrecisionError: a pattern matches nothing, or one module would mix dtypes.
+        """
+        from trainwright.precision.casting import apply_policy
+
+        return apply_policy(self, module)
+
+
+def policy(name: str, *, keep_fp32: Iterable[Pattern] = ()) -> DtypePolicy:
+    """Return the preset called ``name``.
+
+    Args:
+        name: "float32", "float64", "bfloat16" or "float16". The 16-bit presets reduce and return
+            in float32.
+        keep_fp32: patterns of parameters that stay in at least float32.
+
+    Raises:
+        PrecisionError: no preset has that name.
+    """
+    if name in PRESETS:
+        narrow, wide = PRESETS[name]
+        return DtypePolicy(narrow, narrow, wide, wide, _pattern_tuple(keep_fp32))
+    if "8" in name:
+        raise NotAvailableError(f"preset {name!r} is not available yet; use {', '.join(PRESETS)}")
+    near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)
+    raise PrecisionError(
+        f"preset must be one of {', '.join(PRESETS)}, got {name!r}; did you mean {near[0]!r}?"
+    )
+
+
+def _matches(pattern: Pattern, name: str) -> bool:
+    if isinstance(pattern, str):
+        return fnmatch.fnmatchcase(name, pattern)
+    return pattern.fullmatch(name) is not None
