@@ -2,18 +2,41 @@
 
 from trainwright.sharding.errors import NotAvailableError, ReplicaMismatchError, ShardingError
 from trainwright.sharding.mesh import Mesh, MeshShape
+from trainwright.sharding.norm import (
+    StepTotals,
+    largest_magnitude,
+    non_finite_count,
+    one_norm,
+    power_sum,
+    square_sum,
+)
 from trainwright.sharding.placement import (
     ParameterPlacement,
     Partial,
     Placement,
     Replicate,
     Shard,
+    Transition,
+    check_replicated,
+    check_replicated_parameters,
     placements_of,
+    plan_redistribution,
+    redistribute,
     shard_spec,
 )
 from trainwright.sharding.protocol import GradientPiece, ParallelModule
+from trainwright.sharding.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    check_indices,
+    draw_parameter_,
+    local_heads,
+    vocab_parallel_cross_entropy,
+)
 
 __all__ = [
+    "ColumnParallelLinear",
     "GradientPiece",
     "Mesh",
     "MeshShape",
@@ -24,8 +47,25 @@ __all__ = [
     "Placement",
     "ReplicaMismatchError",
     "Replicate",
+    "RowParallelLinear",
     "Shard",
     "ShardingError",
+    "StepTotals",
+    "Transition",
+    "VocabParallelEmbedding",
+    "check_indices",
+    "check_replicated",
+    "check_replicated_parameters",
+    "draw_parameter_",
+    "largest_magnitude",
+    "local_heads",
+    "non_finite_count",
+    "one_norm",
     "placements_of",
+    "plan_redistribution",
+    "power_sum",
+    "redistribute",
     "shard_spec",
+    "square_sum",
+    "vocab_parallel_cross_entropy",
 ]

@@ -1,6 +1,17 @@
 """Placements: what each rank of an axis holds of a tensor, and what follows from it."""
 
-from trainwright.sharding.placement.parameters import ParameterPlacement, placements_of, shard_spec
+from trainwright.sharding.placement.parameters import (
+    ParameterPlacement,
+    placements_of,
+    shard_spec,
+)
+from trainwright.sharding.placement.replicas import check_replicated, check_replicated_parameters
+from trainwright.sharding.placement.transitions import (
+    Transition,
+    apply_transition,
+    plan_redistribution,
+    redistribute,
+)
 from trainwright.sharding.placement.values import Partial, Placement, Replicate, Shard
 
 __all__ = [
@@ -9,6 +20,12 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "Transition",
+    "apply_transition",
+    "check_replicated",
+    "check_replicated_parameters",
     "placements_of",
+    "plan_redistribution",
+    "redistribute",
     "shard_spec",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 from torch import nn
@@ -18,6 +18,18 @@ from trainwright.sharding.protocol import ParallelModule
 _DENSE = ("dp", "cp", "tp")
 _EXPERT = ("edp", "ep", "etp")
 _DATA = ("dp", "cp", "edp")
+
+
+def _to_shape(sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sizes)
+
+
+def _to_boxes(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    return tuple(boxes)
+
+
+def _to_dict(placements: Mapping[str, Placement]) -> dict[str, Placement]:
+    return dict(placements)
 
 
 @attrs.frozen
@@ -41,10 +53,10 @@ class ParameterPlacement:
             not fit the shape.
     """
 
-    global_shape: tuple[int, ...] = attrs.field(converter=tuple)
-    boxes: tuple[Box, ...] = attrs.field(converter=tuple)
-    weight: Mapping[str, Placement] = attrs.field(factory=dict, converter=dict)
-    gradient: Mapping[str, Placement] = attrs.field(factory=dict, converter=dict)
+    global_shape: tuple[int, ...] = attrs.field(converter=_to_shape)
+    boxes: tuple[Box, ...] = attrs.field(converter=_to_boxes)
+    weight: Mapping[str, Placement] = attrs.field(factory=dict, converter=_to_dict)
+    gradient: Mapping[str, Placement] = attrs.field(factory=dict, converter=_to_dict)
 
     def __attrs_post_init__(self) -> None:
         for axis in {**self.weight, **self.gradient}:
@@ -206,9 +218,9 @@ def shard_spec(name: str, placement: ParameterPlacement, mesh: Mesh) -> ShardSpe
 
 def _statements(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterPlacement]]:
     for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if not isinstance(module, ParallelModule):
             continue
-        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         for name, placement in module.parameter_placements().items():
             full_name = f"{path}.{name}" if path else name
             if name not in own:

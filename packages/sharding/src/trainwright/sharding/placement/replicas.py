@@ -1,0 +1,106 @@
+"""A debug check: tensors that are declared replicated hold the same bits on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from trainwright.sharding.errors import ReplicaMismatchError
+from trainwright.sharding.mesh.mesh import Mesh
+from trainwright.sharding.placement.parameters import ParameterPlacement, placements_of
+
+_AT_ONCE = 1 << 20
+# Odd constants of a 64-bit mixing step (splitmix64), as signed integers.
+_SPREAD = -7046029254386353131
+_MIX = -4658895280553007687
+
+
+def check_replicated(mesh: Mesh, tensors: Mapping[str, torch.Tensor], axes: Iterable[str]) -> None:
+    """Raise unless each tensor holds the same bits on all ranks along ``axes``.
+
+    For debugging: it reads every tensor and waits for the result.
+
+    Args:
+        mesh: The mesh.
+        tensors: The same names, shapes and dtypes on every rank along ``axes``.
+        axes: The axes on which the tensors are declared replicated.
+
+    Raises:
+        ReplicaMismatchError: On every rank along ``axes`` alike, naming the first tensor that
+            differs and the ranks of the world that disagree.
+
+    Communicates:
+        One all-gather of 8 bytes a tensor along ``axes``.
+    """
+    named = tuple(axes)
+    if not tensors or not named or mesh.size(*named) == 1:
+        return
+    comm = mesh.communicator(*named)
+    mine = torch.stack([_checksum(tensor) for tensor in tensors.values()]).to(comm.device)
+    gathered = torch.empty(comm.size * len(tensors), dtype=torch.int64, device=comm.device)
+    comm.all_gather(gathered, mine).wait()
+    by_rank = gathered.view(comm.size, len(tensors)).tolist()
+    ranks = mesh.ranks(*named)
+    for position, name in enumerate(tensors):
+        holders: dict[int, list[int]] = {}
+        for rank, checksums in zip(ranks, by_rank, strict=True):
+            holders.setdefault(checksums[position], []).append(rank)
+        if len(holders) > 1:
+            groups = "; ".join(f"ranks {_listed(group)}" for group in holders.values())
+            raise ReplicaMismatchError(
+                f"{name} is declared replicated on {', '.join(named)}, but these differ: {groups}. "
+                "Its gradient is missing a reduction, or it was changed outside of training"
+            )
+
+
+def check_replicated_parameters(
+    model: nn.Module,
+    mesh: Mesh,
+    placements: Mapping[str, ParameterPlacement] | None = None,
+) -> None:
+    """Raise unless every parameter holds the same bits wherever it is declared replicated.
+
+    Args:
+        model: This rank's module.
+        mesh: The mesh.
+        placements: By name; None means `placements_of` the model.
+
+    Raises:
+        ReplicaMismatchError: As in `check_replicated`.
+
+    Communicates:
+        One all-gather for each distinct set of replicated axes.
+    """
+    known = placements_of(model) if placements is None else placements
+    by_axes: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        by_axes.setdefault(known[name].replicated_axes, {})[name] = parameter
+    for axes in sorted(by_axes):
+        check_replicated(mesh, by_axes[axes], axes)
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), _AT_ONCE):
+        part = flat[start : start + _AT_ONCE]
+        at = torch.arange(start, start + part.numel(), device=flat.device)
+        # Integer sums wrap around; the place enters, so that exchanged elements are seen.
+        mixed = (_bits(part) + at * _SPREAD) * _MIX
+        total += ((mixed ^ (mixed >> 29)) * _SPREAD).sum()
+    return total
+
+
+def _bits(flat: torch.Tensor) -> torch.Tensor:
+    if flat.dtype == torch.bool:
+        return flat.to(torch.int64)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return flat.view(integers[flat.element_size()]).to(torch.int64)
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
