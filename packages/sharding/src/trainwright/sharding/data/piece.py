@@ -1,0 +1,25 @@
+"""What the optimizer, the norm and the checkpoint get of a parameter."""
+
+from __future__ import annotations
+
+import attrs
+from torch import nn
+
+from trainwright.collectives import ShardSpec
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """This rank's part of one parameter.
+
+    Args:
+        name: The parameter's name in the plain model.
+        parameter: What an optimizer updates, float32 or float64: the local parameter in its shape
+            at stage 0, a flat range of it at stage 1. Its ``grad`` is set by
+            `DataParallel.wait`.
+        spec: Which elements of the global tensor these are, and on which axes they are replicated.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    spec: ShardSpec
