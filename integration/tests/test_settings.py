@@ -1,0 +1,162 @@
+"""Settings that cannot work are refused before any work, with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import pytest
+
+from trainwright.integration.cli import main, parser, settle, worker_arguments
+from trainwright.integration.config import RunConfig, check_fits
+from trainwright.integration.errors import ConfigError
+from trainwright.integration.launch import Place, place_in_environment
+from trainwright.integration.model import ModelShape, preset
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("tp=3", ["tp=3", "heads=4", "1, 2"]),
+        ("tp=4", ["tp=4", "kv_heads=2", "1, 2"]),
+        ("pp=5", ["pp=5", "4 layers", "up to 4"]),
+        ("dp=3", ["16", "dp=3", "12 or 18"]),
+        ("cp=2", ["cp", "not available yet"]),
+        ("ep=2,dp=2", ["ep", "not available yet"]),
+        ("dp=2,dp=2", ["dp"]),
+        ("dp=0", ["dp"]),
+        ("dp=two", ["two"]),
+        ("dq=2", ["dq", "dp"]),
+        ("", ["layout"]),
+    ],
+)
+def test_a_layout_that_does_not_fit_names_the_sizes_that_do(layout: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config = RunConfig(layout=layout)
+        check_fits(config.shape, config.mesh, config)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("steps", 0, "positive"),
+        ("lr", -1.0, "positive"),
+        ("dtype", "float23", "float32"),
+        ("schedule", "1f1B", "did you mean 1f1b"),
+        ("zero", 2, "0, 1"),
+        ("seed", -1, "negative"),
+    ],
+)
+def test_a_setting_out_of_range_names_option_value_and_rule(
+    name: str, value: object, word: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig(**{name: value})
+    assert word in str(caught.value)
+    assert str(value) in str(caught.value)
+    assert "--" + name in str(caught.value)
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean global_batch"):
+        RunConfig.from_mapping({"global_bach": 3})
+
+
+def test_an_unknown_model_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean tiny"):
+        preset("tini")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"heads": 3}, {"kv_heads": 3}, {"layers": 0}, {"width": 12, "heads": 4}, {"vocabulary": -1}],
+)
+def test_model_sizes_that_do_not_divide_are_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        attrs.evolve(ModelShape(), **changes)
+
+
+def test_settings_survive_a_file(tmp_path: Path) -> None:
+    config = RunConfig(layout="dp=2", lr=1e-4, data="some/where")
+    config.save(tmp_path / "config.json")
+    assert RunConfig.load(tmp_path / "config.json") == config
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"stepz": 1}'])
+def test_a_damaged_settings_file_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError):
+        RunConfig.load(path)
+
+
+def test_workers_get_exactly_the_settings_of_the_launcher() -> None:
+    config = RunConfig(layout="dp=2,tp=2", lr=1.5e-4, steps=7, dtype="float64", data="x", zero=1)
+    arguments = worker_arguments(config, "somewhere", resume=False, as_json=True)
+    again, out, resume = settle(parser().parse_args(arguments))
+    assert (again, out, resume) == (config, "somewhere", False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--stepz", "3"], ["--stepz"]),
+        (["train", "--steps", "many"], ["--steps", "many"]),
+        (["train", "--layout", "dp=2,tp=3"], ["tp=3"]),
+        (["train", "--data", "no/such/path"], ["no/such/path", "does not exist"]),
+        (["train", "--resume", "no/such/run"], ["no/such/run", "config.json"]),
+        (["train", "--recompute", "every-0"], ["every-0"]),
+        (["train", "--recompute", "some"], ["some"]),
+        (["trane"], ["trane"]),
+    ],
+)
+def test_the_command_line_answers_bad_input_in_one_line_with_code_2(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(arguments)
+    said = capsys.readouterr().err
+    assert code == 2
+    assert said.startswith("trainwright: ")
+    assert "Traceback" not in said
+    for word in words:
+        assert word in said
+
+
+def test_a_used_run_folder_is_refused_and_resume_offered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    code = main(["train", "--out", str(tmp_path), "--threads-as-ranks"])
+    assert code == 2
+    assert f"--resume {tmp_path}" in capsys.readouterr().err
+
+
+def test_out_and_resume_of_two_folders_contradict(tmp_path: Path) -> None:
+    options = parser().parse_args(["train", "--resume", str(tmp_path), "--out", "elsewhere"])
+    with pytest.raises(ConfigError, match="contradicts"):
+        settle(options)
+
+
+def test_the_environment_of_torchrun_and_of_slurm_place_a_process() -> None:
+    torchrun = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "16",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS_PER_NODE": "4",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29500",
+    }
+    assert place_in_environment(torchrun) == Place(3, 8, 1, 2)
+    assert place_in_environment(slurm) == Place(5, 16, 1, 4)
+    assert place_in_environment({}) is None
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        place_in_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})

@@ -1,0 +1,131 @@
+"""Running a step, or a whole trajectory, in a layout and joining what its ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from tests.serial import Outcome, Snapshot, text
+from trainwright.collectives import Communicator, LocalWorld, ShardSpec
+from trainwright.integration.config import RunConfig
+from trainwright.integration.model import ModelShape
+from trainwright.integration.parts import Parts, Progress, assemble
+from trainwright.integration.recipe import StepRecord, train
+from trainwright.integration.training_state import MOMENTS, materialise_moments
+
+Fault = Callable[[Parts], None]
+
+
+@attrs.frozen(eq=False)
+class Shard:
+    """What one rank holds of one parameter."""
+
+    spec: ShardSpec
+    gradient: torch.Tensor
+    weight: torch.Tensor
+
+
+def step_in_layout(config: RunConfig, shape: ModelShape, before: Snapshot) -> Outcome:
+    """Load a serial state into a layout of rank threads, make one step and join the result."""
+    world = LocalWorld(config.mesh.world_size, timeout_s=60.0)
+    return join(world.run(one_step, config, shape, before))
+
+
+def trajectory(config: RunConfig, shape: ModelShape) -> list[StepRecord]:
+    """Train from the start in a layout of rank threads; return the first rank's records."""
+
+    def work(comm: Communicator) -> list[StepRecord]:
+        parts = assemble(config, comm, text(), shape)
+        records: list[StepRecord] = []
+        train(parts, parts.start(), [records.append])
+        return records
+
+    return LocalWorld(config.mesh.world_size, timeout_s=60.0).run(work)[0]
+
+
+def one_step(
+    comm: Communicator, config: RunConfig, shape: ModelShape, before: Snapshot
+) -> tuple[StepRecord, dict[str, Shard]]:
+    """Make the step after ``before`` on this rank."""
+    settings = attrs.evolve(config, steps=config.steps)
+    parts = assemble(settings, comm, text(), shape)
+    progress = load_snapshot(parts, before)
+    gradients: dict[str, torch.Tensor] = {}
+    update = parts.optimizer.step
+
+    def observed_update(*arguments: Any) -> Any:
+        for name, piece in parts.model.pieces.items():
+            gradients[name] = piece.parameter.grad.clone()
+        return update(*arguments)
+
+    parts.optimizer.step = observed_update
+    records: list[StepRecord] = []
+    _train_one(parts, progress, records)
+    shards = {
+        name: Shard(piece.spec, gradients[name], piece.parameter.detach().clone())
+        for name, piece in parts.model.pieces.items()
+    }
+    return records[0], shards
+
+
+def load_snapshot(parts: Parts, before: Snapshot) -> Progress:
+    """Put a serial state into this rank's pieces."""
+    materialise_moments(parts)
+    for name, piece in parts.model.pieces.items():
+        state = parts.optimizer.state[piece.parameter]
+        with torch.no_grad():
+            piece.parameter.copy_(piece.spec.extract(before.weights[name]))
+        for moment, values in zip(
+            MOMENTS, (before.first_moments, before.second_moments), strict=True
+        ):
+            state[moment].copy_(piece.spec.extract(values[name]))
+        state["step"].fill_(float(before.step))
+    parts.model.publish()
+    parts.feed.load_state_dict({"consumed": before.step * parts.config.global_batch})
+    return attrs.evolve(parts.start(), step=before.step, updates=before.step)
+
+
+def join(ranks: list[tuple[StepRecord, dict[str, Shard]]]) -> Outcome:
+    """Put the shards of all ranks into whole tensors; every element must be held by some rank.
+
+    Replicas must agree bit for bit, and every rank must have seen the same loss and norm.
+    """
+    records = {(record.loss, record.grad_norm) for record, _ in ranks}
+    assert len(records) == 1, f"ranks report different losses or norms: {records}"
+    gradients: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
+    for _, shards in ranks:
+        for name, shard in shards.items():
+            _insert(gradients, name, shard.spec, shard.gradient)
+            _insert(weights, name, shard.spec, shard.weight)
+    for name, tensor in [*gradients.items(), *weights.items()]:
+        assert not tensor.isnan().any(), f"no rank holds a part of {name}"
+    loss, norm = records.pop()
+    return Outcome(loss=loss, norm=norm, gradients=gradients, weights=weights)
+
+
+def _insert(
+    wholes: dict[str, torch.Tensor], name: str, spec: ShardSpec, local: torch.Tensor
+) -> None:
+    whole = wholes.setdefault(name, local.new_full(spec.global_shape, float("nan")))
+    held = spec.extract(whole)
+    known = ~held.isnan()
+    assert torch.equal(held[known], local[known]), f"replicas of {name} differ"
+    spec.insert(local, whole)
+
+
+def _train_one(parts: Parts, progress: Progress, records: list[StepRecord]) -> None:
+    class OneStep(Exception):
+        pass
+
+    def stop(record: StepRecord) -> None:
+        records.append(record)
+        raise OneStep
+
+    try:
+        train(parts, progress, [stop])
+    except OneStep:
+        return

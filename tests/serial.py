@@ -1,0 +1,135 @@
+"""The serial run: one process, plain modules, plain PyTorch. What every layout must compute."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import attrs
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from trainwright.checkpointing.activations import keep_all
+from trainwright.integration.config import RunConfig
+from trainwright.integration.data import Corpus, Reader
+from trainwright.integration.model import ModelShape, PlainLayers, build_stage, initialize_
+from trainwright.sharding import placements_of
+
+LICENSE = Path(__file__).parents[1] / "LICENSE"
+GROUPED = ModelShape(width=32, layers=8, heads=8, kv_heads=4, mlp_width=64)
+UNGROUPED = attrs.evolve(GROUPED, kv_heads=8)
+"""The same with as many key/value heads as query heads, so that tp=8 divides them."""
+
+
+def text() -> Corpus:
+    """Return the licence as a corpus: real text that is always there, and always the same."""
+    stream = np.frombuffer(LICENSE.read_bytes(), dtype=np.uint8)
+    return Corpus(
+        train=stream[:-1000], held_out=stream[-1000:], files=1, skipped=(), source=str(LICENSE)
+    )
+
+
+def settings(**changes: object) -> RunConfig:
+    """Return the settings of the law's runs: the default learning rate, few short sequences."""
+    base = RunConfig(
+        steps=51, global_batch=24, microbatches=1, sequence_length=17, warmup=5, sample_bytes=0
+    )
+    return attrs.evolve(base, **changes)
+
+
+@attrs.frozen(eq=False)
+class Snapshot:
+    """The whole state before a step."""
+
+    step: int
+    weights: dict[str, torch.Tensor]
+    first_moments: dict[str, torch.Tensor]
+    second_moments: dict[str, torch.Tensor]
+
+
+@attrs.frozen(eq=False)
+class Outcome:
+    """What one step computed: gradients are those after clipping."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+class SerialRun:
+    """Forward, backward, clip and AdamW written out with torch alone."""
+
+    def __init__(self, shape: ModelShape, config: RunConfig, splits: int = 1) -> None:
+        self.config = config
+        self.splits = splits
+        self.model = build_stage(shape, PlainLayers(), range(shape.layers), keep_all())
+        self.model.to(torch.float64 if config.dtype == "float64" else torch.float32)
+        initialize_(self.model, placements_of(self.model), shape, config.seed)
+        self.reader = Reader(
+            text().train, config.sequence_length, config.global_batch, seed=config.seed
+        )
+        named = dict(self.model.named_parameters())
+        matrices = [p for p in named.values() if p.dim() > 1]
+        vectors = [p for p in named.values() if p.dim() < 2]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            betas=(0.9, 0.95),
+            eps=1e-8,
+        )
+        self.named = named
+        self.step_index = 0
+
+    def snapshot(self) -> Snapshot:
+        """Return copies of weights and moments."""
+        state = self.optimizer.state
+        return Snapshot(
+            step=self.step_index,
+            weights={n: p.detach().clone() for n, p in self.named.items()},
+            first_moments={n: _moment(state[p], "exp_avg", p) for n, p in self.named.items()},
+            second_moments={n: _moment(state[p], "exp_avg_sq", p) for n, p in self.named.items()},
+        )
+
+    def step(self) -> Outcome:
+        """Make one step."""
+        batch = self.reader.next_batch()
+        tokens, labels = batch.tokens_MBS[0], batch.labels_MBS[0]
+        loss_sum = 0.0
+        for part in torch.arange(len(tokens)).chunk(self.splits):
+            logits = self.model(tokens_BS=tokens[part])
+            loss = F.cross_entropy(logits.flatten(0, 1), labels[part].flatten(), reduction="sum")
+            (loss / labels.numel()).backward()
+            loss_sum += float(loss.detach())
+        gradients = {n: p.grad for n, p in self.named.items()}
+        squares = [g.double().square().sum() for g in gradients.values() if g is not None]
+        norm = math.sqrt(float(torch.stack(squares).sum()))
+        factor = min(1.0, self.config.clip / (norm + 1e-6))
+        for gradient in gradients.values():
+            gradient.mul_(factor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._rate()
+        self.optimizer.step()
+        outcome = Outcome(
+            loss=loss_sum / labels.numel(),
+            norm=norm,
+            gradients={n: g.clone() for n, g in gradients.items()},
+            weights={n: p.detach().clone() for n, p in self.named.items()},
+        )
+        self.optimizer.zero_grad()
+        self.step_index += 1
+        return outcome
+
+    def _rate(self) -> float:
+        peak, warmup, total = self.config.lr, self.config.warmup, self.config.steps
+        if self.step_index < warmup:
+            return peak * (self.step_index + 1) / warmup
+        share = (self.step_index + 1 - warmup) / (total - warmup)
+        return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(share, 1.0))))
+
+
+def _moment(state: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:
+    return state[name].clone() if state else torch.zeros_like(like)

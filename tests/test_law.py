@@ -1,0 +1,158 @@
+"""The law: a parallel run computes what the serial run computes."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import attrs
+import pytest
+import torch
+
+from tests.layouts import step_in_layout, trajectory
+from tests.serial import GROUPED, UNGROUPED, Outcome, SerialRun, Snapshot, settings
+from trainwright.integration.config import RunConfig
+from trainwright.integration.model import ModelShape
+
+STEPS = (0, 1, 5, 20, 50)
+STEP_TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+TRAJECTORY_TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+TRAJECTORY_FLOOR = {"float32": 1e-6, "float64": 1e-13}
+
+
+def _layouts() -> list[tuple[int, int, int]]:
+    sizes = range(1, 9)
+    return [
+        (dp, tp, pp)
+        for dp in sizes
+        for tp in sizes
+        for pp in sizes
+        # 24 sequences a step and eight heads: what these do not divide is refused, see
+        # test_settings.
+        if dp * tp * pp <= 8 and 24 % dp == 0 and 8 % tp == 0
+    ]
+
+
+ALL = _layouts()
+SAMPLE = [(2, 2, 2), (3, 1, 2), (1, 4, 2), (1, 1, 5), (2, 1, 1), (1, 8, 1)]
+VARIANTS = [
+    {"microbatches": 1},
+    {"microbatches": 3, "zero": 1},
+    {"microbatches": 2, "schedule": "gpipe", "recompute": "full"},
+    {"microbatches": 4, "schedule": "sequential", "recompute": "every-2", "zero": 1},
+]
+
+
+def _cases(layouts: list[tuple[int, int, int]]) -> list[tuple[str, dict[str, object]]]:
+    cases = []
+    for index, (dp, tp, pp) in enumerate(layouts):
+        fitting = [v for v in VARIANTS if 24 % (dp * int(v["microbatches"])) == 0]
+        cases.append((f"dp={dp},tp={tp},pp={pp}", fitting[index % len(fitting)]))
+    return cases
+
+
+def _shape(layout: str) -> ModelShape:
+    return UNGROUPED if "tp=8" in layout else GROUPED
+
+
+@functools.cache
+def serial_steps(dtype: str, shape: ModelShape) -> dict[int, tuple[Snapshot, Outcome]]:
+    run = SerialRun(shape, settings(dtype=dtype))
+    found = {}
+    for step in range(max(STEPS) + 1):
+        before = run.snapshot() if step in STEPS else None
+        outcome = run.step()
+        if before is not None:
+            found[step] = (before, outcome)
+    return found
+
+
+def assert_same_step(config: RunConfig, step: int) -> None:
+    shape = _shape(config.layout)
+    before, expected = serial_steps(config.dtype, shape)[step]
+
+    outcome = step_in_layout(config, shape, before)
+
+    tolerance = STEP_TOLERANCE[config.dtype]
+    assert math.isclose(outcome.loss, expected.loss, rel_tol=tolerance)
+    assert math.isclose(outcome.norm, expected.norm, rel_tol=tolerance)
+    for name, gradient in expected.gradients.items():
+        assert_close(f"gradient of {name}", outcome.gradients[name], gradient, tolerance)
+        if gradient.any():
+            weight = expected.weights[name]
+            assert_close(f"updated {name}", outcome.weights[name], weight, tolerance)
+
+
+def assert_close(what: str, found: torch.Tensor, right: torch.Tensor, tolerance: float) -> None:
+    largest = float(right.abs().max())
+    apart = float((found - right).abs().max())
+    assert apart <= tolerance * largest, f"{what}: {apart / max(largest, 1e-300):.1e} apart"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("layout", "variant"), _cases(SAMPLE))
+def test_one_step_in_a_layout_is_the_serial_step(
+    layout: str, variant: dict[str, object], dtype: str
+) -> None:
+    config = settings(layout=layout, dtype=dtype, **variant)
+    for step in STEPS[:: 2 if dtype == "float32" else 1]:
+        assert_same_step(config, step)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", [f"dp={dp},tp={tp},pp={pp}" for dp, tp, pp in ALL])
+def test_one_step_in_every_layout_is_the_serial_step(
+    layout: str, variant: dict[str, object], dtype: str
+) -> None:
+    config = settings(layout=layout, dtype=dtype, **variant)
+    if config.global_batch % (config.mesh.dp * config.microbatches):
+        pytest.skip("24 sequences cannot be shared out so; refused, see test_settings")
+    for step in STEPS:
+        assert_same_step(config, step)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,pp=2"])
+def test_fifty_steps_in_a_layout_follow_the_serial_run(layout: str, dtype: str) -> None:
+    assert_same_trajectory(settings(layout=layout, dtype=dtype, microbatches=2, zero=1, steps=50))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("layout", "variant"), _cases(ALL))
+def test_fifty_steps_in_every_layout_follow_the_serial_run(
+    layout: str, variant: dict[str, object], dtype: str
+) -> None:
+    assert_same_trajectory(settings(layout=layout, dtype=dtype, steps=50, **variant))
+
+
+@functools.cache
+def serial_losses(
+    dtype: str, shape: ModelShape, splits: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    run = SerialRun(shape, settings(dtype=dtype, steps=50), splits)
+    outcomes = [run.step() for _ in range(50)]
+    return tuple(o.loss for o in outcomes), tuple(o.norm for o in outcomes)
+
+
+def assert_same_trajectory(config: RunConfig) -> None:
+    shape = _shape(config.layout)
+    serial = serial_losses(config.dtype, shape, 1)
+    split = serial_losses(config.dtype, shape, 4)
+
+    records = trajectory(attrs.evolve(config), shape)
+
+    assert serial[0][0] - serial[0][-1] >= 2.0
+    found = ([r.loss for r in records], [r.grad_norm for r in records])
+    for what, run, right, other in zip(("loss", "norm"), found, serial, split, strict=True):
+        itself = max(_apart(a, b) for a, b in zip(other, right, strict=True))
+        apart = max(_apart(a, b) for a, b in zip(run, right, strict=True))
+        print(f"{config.layout} {config.dtype} {what}: {apart:.1e}, serial itself {itself:.1e}")
+        bound = max(20 * itself, TRAJECTORY_FLOOR[config.dtype])
+        assert apart <= min(TRAJECTORY_TOLERANCE[config.dtype], bound), (what, apart, itself)
+
+
+def _apart(found: float, right: float) -> float:
+    return abs(found - right) / abs(right)
