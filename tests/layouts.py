@@ -76,12 +76,11 @@ def load_snapshot(parts: Parts, before: Snapshot) -> Progress:
     materialise_moments(parts)
     for name, piece in parts.model.pieces.items():
         state = parts.optimizer.state[piece.parameter]
-        with torch.no_grad():
-            piece.parameter.copy_(piece.spec.extract(before.weights[name]))
+        _fill(piece.parameter, piece.spec, before.weights[name])
         for moment, values in zip(
             MOMENTS, (before.first_moments, before.second_moments), strict=True
         ):
-            state[moment].copy_(piece.spec.extract(values[name]))
+            _fill(state[moment], piece.spec, values[name])
         state["step"].fill_(float(before.step))
     parts.model.publish()
     parts.feed.load_state_dict({"consumed": before.step * parts.config.global_batch})
@@ -107,10 +106,16 @@ def join(ranks: list[tuple[StepRecord, dict[str, Shard]]]) -> Outcome:
     return Outcome(loss=loss, norm=norm, gradients=gradients, weights=weights)
 
 
+@torch.no_grad()
+def _fill(local: torch.Tensor, spec: ShardSpec, whole: torch.Tensor) -> None:
+    local.copy_(spec.extract(whole).view_as(local))
+
+
 def _insert(
     wholes: dict[str, torch.Tensor], name: str, spec: ShardSpec, local: torch.Tensor
 ) -> None:
     whole = wholes.setdefault(name, local.new_full(spec.global_shape, float("nan")))
+    local = local.view(spec.local_shape)
     held = spec.extract(whole)
     known = ~held.isnan()
     assert torch.equal(held[known], local[known]), f"replicas of {name} differ"
@@ -118,14 +123,14 @@ def _insert(
 
 
 def _train_one(parts: Parts, progress: Progress, records: list[StepRecord]) -> None:
-    class OneStep(Exception):
+    class OneStepError(Exception):
         pass
 
     def stop(record: StepRecord) -> None:
         records.append(record)
-        raise OneStep
+        raise OneStepError
 
     try:
         train(parts, progress, [stop])
-    except OneStep:
+    except OneStepError:
         return
