@@ -8,22 +8,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.pipeline_schedules.actions import NO_MICROBATCH, STAGE_KINDS, Action, Kind
+from trainwright.pipeline_schedules.dependencies import rows_of_kinds
 from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.schedule import Schedule
 
 _NOT_YET = (Kind.F_PAIRED, Kind.GATHER, Kind.RELEASE)
-_TRANSFERS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 
 
 def check_known(schedule: Schedule) -> None:
     """Every action names a stage of its rank and a microbatch that exist."""
     rows = schedule.packed
     ranks = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
-    not_yet = np.isin(rows[:, 0], _NOT_YET)
+    not_yet = rows_of_kinds(rows, _NOT_YET)
     _refuse(schedule, not_yet, "is of a kind that is reserved and not available yet")
     unknown = (rows[:, 1] < 0) | (rows[:, 1] >= schedule.num_stages)
     _refuse(schedule, unknown, f"names no stage between 0 and {schedule.num_stages - 1}")
-    whole_stage = np.isin(rows[:, 0], STAGE_KINDS)
+    whole_stage = rows_of_kinds(rows, STAGE_KINDS)
     absent = (rows[:, 2] < 0) | (rows[:, 2] >= schedule.num_microbatches)
     last = schedule.num_microbatches - 1
     _refuse(schedule, absent & ~whole_stage, f"names no microbatch between 0 and {last}")
@@ -62,7 +62,7 @@ def check_complete(schedule: Schedule) -> None:
 def _counts(schedule: Schedule, kinds: Sequence[Kind]) -> NDArray[np.int64]:
     """How often each (stage, microbatch) has an action of these kinds, flat."""
     rows = schedule.packed
-    chosen = rows[np.isin(rows[:, 0], kinds)]
+    chosen = rows[rows_of_kinds(rows, kinds)]
     places = chosen[:, 1].astype(np.int64) * schedule.num_microbatches + chosen[:, 2]
     return np.bincount(places, minlength=schedule.num_stages * schedule.num_microbatches)
 
@@ -119,7 +119,7 @@ def _places(
     schedule: Schedule, kinds: Sequence[Kind], stage: int, microbatch: int
 ) -> list[tuple[int, Action]]:
     rows = schedule.packed
-    same = np.isin(rows[:, 0], kinds) & (rows[:, 1] == stage) & (rows[:, 2] == microbatch)
+    same = rows_of_kinds(rows, kinds) & (rows[:, 1] == stage) & (rows[:, 2] == microbatch)
     return [placed(schedule, row) for row in np.flatnonzero(same)]
 
 

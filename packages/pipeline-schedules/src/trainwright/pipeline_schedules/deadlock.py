@@ -9,24 +9,32 @@ from numpy.typing import NDArray
 
 from trainwright.pipeline_schedules.actions import RECV_KINDS, SEND_KINDS, Kind
 from trainwright.pipeline_schedules.completeness import placed
-from trainwright.pipeline_schedules.dependencies import Stuck, Waits, earliest_times, waits
+from trainwright.pipeline_schedules.dependencies import (
+    Stuck,
+    Waits,
+    earliest_times,
+    rows_of_kinds,
+)
 from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.schedule import Schedule
 
+_ROOM = 2
+"""Place of the waits for room in a channel, behind those for neighbours and the own stage."""
 
-def check_ordered(schedule: Schedule) -> None:
+
+def check_ordered(schedule: Schedule, needed: Sequence[Waits]) -> None:
     """What an action needs from its own rank stands above it."""
     ranks = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
     rank_of_row = np.append(ranks, -1)
-    for wait in waits(schedule):
+    for wait in needed:
         late = (rank_of_row[wait.needs] == ranks) & (wait.needs > np.arange(len(ranks)))
         if late.any():
             row = int(np.flatnonzero(late)[0])
             rank, action = placed(schedule, row)
-            needed = placed(schedule, wait.needs[row])
+            later = placed(schedule, wait.needs[row])
             raise ScheduleError(
-                f"{action} stands before {needed[1]} on rank {rank}, and needs it",
-                [(rank, action), needed],
+                f"{action} stands before {later[1]} on rank {rank}, and needs it",
+                [(rank, action), later],
             )
 
 
@@ -59,8 +67,8 @@ def channel_rows(
     """
     rows = schedule.packed
     owner = np.asarray(schedule.rank_of_stage)
-    sends = np.flatnonzero(np.isin(rows[:, 0], SEND_KINDS))
-    receives = np.flatnonzero(np.isin(rows[:, 0], RECV_KINDS))
+    sends = np.flatnonzero(rows_of_kinds(rows, SEND_KINDS))
+    receives = np.flatnonzero(rows_of_kinds(rows, RECV_KINDS))
     step = np.where(rows[sends, 0] == Kind.SEND_F, 1, -1)
     source, target = owner[rows[sends, 1]], owner[rows[sends, 1] + step]
     send_channel = source * schedule.num_ranks + target
@@ -77,16 +85,16 @@ def channel_rows(
     )
 
 
-def check_runs(schedule: Schedule, capacity: int | None) -> None:
+def check_runs(schedule: Schedule, needed: Sequence[Waits], capacity: int | None) -> None:
     """Every rank reaches its last action when each directed pair of ranks holds so many messages.
 
     Args:
         schedule: Complete, ordered and with channels in order.
+        needed: What its actions wait for.
         capacity: Messages a channel holds; 0 for rendezvous, None for no bound.
     """
-    needed = list(waits(schedule))
     if schedule.lowered and capacity is not None:
-        needed.append(_room(schedule, capacity))
+        needed = [*needed, _room(schedule, capacity)]
     durations = np.ones(schedule.num_actions)
     outcome = earliest_times(schedule.offsets, durations, needed)
     if isinstance(outcome, Stuck):
@@ -118,19 +126,23 @@ def _explain(
     while rank not in sentences:
         chain.append(rank)
         row = int(stuck.rows[rank])
-        waited_for, room = _first_unmet(schedule, needed, stuck, row)
-        other, needed_action = placed(schedule, waited_for)
-        verb = f"rank {other} to reach the receive after" if room and capacity == 0 else "room by"
-        what = f"{verb} {needed_action}" if room else f"{needed_action}"
-        sentences[rank] = f"rank {rank} at {placed(schedule, row)[1]} waits for {what}"
-        if not (room and capacity == 0):
-            sentences[rank] += f" of rank {other}"
+        waited_for, for_room = _first_unmet(schedule, needed, stuck, row)
+        if for_room and capacity == 0:
+            other, receive = placed(schedule, waited_for + 1)
+            reason = f"rank {other} to reach {receive}"
+        elif for_room:
+            other, receive = placed(schedule, waited_for)
+            reason = f"the room that {receive} of rank {other} makes"
+        else:
+            other, action = placed(schedule, waited_for)
+            reason = f"{action} of rank {other}"
+        sentences[rank] = f"rank {rank} at {placed(schedule, row)[1]} waits for {reason}"
         rank = other
-    cycle = chain[chain.index(rank) :]
-    places = [placed(schedule, stuck.rows[member]) for member in cycle]
-    sends = "" if not schedule.lowered else f" with {_name_of(capacity)} sends"
+    circle = chain[chain.index(rank) :]
+    sends = f" with {_name_of(capacity)} sends" if schedule.lowered else ""
     return ScheduleError(
-        f"deadlock{sends}: " + "; ".join(sentences[member] for member in cycle), places
+        f"deadlock{sends}: " + "; ".join(sentences[member] for member in circle),
+        [placed(schedule, stuck.rows[member]) for member in circle],
     )
 
 
@@ -143,8 +155,8 @@ def _first_unmet(
         if other == schedule.num_actions:
             continue
         at = int(stuck.rows[placed(schedule, other)[0]])
-        if at >= 0 and other >= at:
-            return other, number == 2
+        if 0 <= at <= other:
+            return other, number == _ROOM
     raise AssertionError("a stuck rank waits for something")
 
 

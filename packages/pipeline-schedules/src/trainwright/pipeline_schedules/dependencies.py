@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import attrs
@@ -13,6 +14,10 @@ from trainwright.pipeline_schedules.schedule import Rows, Schedule
 
 RowNumbers = NDArray[np.int32]
 """For each row of a packed schedule the number of another row, or the number of rows for none."""
+
+
+_WIDE = 32
+"""From so many ranks on, a numpy call for all ranks is faster than a loop over their rows."""
 
 
 @attrs.frozen(eq=False)
@@ -30,7 +35,7 @@ class Waits:
 
 @attrs.frozen(eq=False)
 class Stuck:
-    """Where every rank stands when nothing can run any more: row numbers, -1 for a finished rank."""
+    """Where each rank stands when nothing can run any more: row numbers, -1 where finished."""
 
     rows: NDArray[np.int64]
 
@@ -40,12 +45,17 @@ def earliest_times(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | Stuck:
     """Let every rank run its rows in order, each as soon as what it waits for is done.
 
-    Rows are visited in rounds, one row a rank, all ranks of a round at once, so that the number of
-    numpy calls follows the length of the longest chain and not the number of actions.
-
     Returns:
         Starts and ends of all rows, or where the ranks are stuck.
     """
+    run = _in_rounds if len(offsets) - 1 >= _WIDE else _one_by_one
+    return run(offsets, durations, waits)
+
+
+def _in_rounds(
+    offsets: NDArray[np.int64], durations: NDArray[np.float64], waits: Sequence[Waits]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]] | Stuck:
+    """Visit one row of every rank at once, so that numpy calls follow the longest chain only."""
     num_rows = len(durations)
     starts = np.zeros(num_rows)
     ends = np.full(num_rows + 1, np.inf)
@@ -60,23 +70,64 @@ def earliest_times(
             done = ends[wait.needs[rows]]
             start = np.maximum(start, done if wait.delay is None else done + wait.delay[rows])
         ready = start < np.inf
-        if not ready.all():
-            active_now = active[ready]
-            rows = rows[ready]
-            start = start[ready]
-        else:
-            active_now = active
-        if not len(rows):
+        if not ready.any():
             stuck = np.full(len(position), -1, dtype=np.int64)
-            stuck[active] = position[active]
+            stuck[active] = rows
             return Stuck(stuck)
-        end = start + durations[rows]
-        starts[rows] = start
-        ends[rows] = end
-        free[active_now] = end
-        position[active_now] += 1
+        rows, ranks = rows[ready], active[ready]
+        starts[rows] = start[ready]
+        free[ranks] = ends[rows] = start[ready] + durations[rows]
+        position[ranks] += 1
         active = active[position[active] < offsets[active + 1]]
     return starts, ends[:-1]
+
+
+def _one_by_one(
+    offsets: NDArray[np.int64], durations: NDArray[np.float64], waits: Sequence[Waits]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]] | Stuck:
+    """Let a rank run until it waits, and go on with it when what it waits for is done."""
+    num_rows = len(durations)
+    needs = [wait.needs.tolist() for wait in waits]
+    delays = [[0.0] * num_rows if w.delay is None else w.delay.tolist() for w in waits]
+    arrivals = list(zip(needs, delays, strict=True))
+    lengths = durations.tolist()
+    starts = [0.0] * num_rows
+    ends = [math.inf] * num_rows + [-math.inf]
+    position = offsets[:-1].tolist()
+    stops = offsets[1:].tolist()
+    sleepers: dict[int, list[int]] = {}
+    runnable = list(range(len(position)))
+    while runnable:
+        rank = runnable.pop()
+        row = position[rank]
+        free = ends[row - 1] if row > int(offsets[rank]) else 0.0
+        while row < stops[rank]:
+            start = free
+            for needed, delay in arrivals:
+                arrival = ends[needed[row]] + delay[row]
+                if arrival > start:
+                    start = arrival
+            if start == math.inf:
+                missing = next(needed[row] for needed in needs if ends[needed[row]] == math.inf)
+                sleepers.setdefault(missing, []).append(rank)
+                break
+            starts[row] = start
+            free = ends[row] = start + lengths[row]
+            if row in sleepers:
+                runnable += sleepers.pop(row)
+            row += 1
+        position[rank] = row
+    if sleepers:
+        ended = zip(position, stops, strict=True)
+        return Stuck(np.array([-1 if row == stop else row for row, stop in ended]))
+    return np.array(starts), np.array(ends[:-1])
+
+
+def rows_of_kinds(rows: Rows, kinds: Sequence[Kind]) -> NDArray[np.bool_]:
+    """Which rows are of one of the kinds."""
+    chosen = np.zeros(max(Kind) + 1, dtype=np.bool_)
+    chosen[list(kinds)] = True
+    return chosen[rows[:, 0]]
 
 
 def row_table(schedule: Schedule, kinds: Sequence[Kind], missing: int) -> RowNumbers:
@@ -86,7 +137,7 @@ def row_table(schedule: Schedule, kinds: Sequence[Kind], missing: int) -> RowNum
     """
     rows = schedule.packed
     table = np.full((schedule.num_stages, schedule.num_microbatches), missing, dtype=np.int32)
-    chosen = np.flatnonzero(np.isin(rows[:, 0], kinds))
+    chosen = np.flatnonzero(rows_of_kinds(rows, kinds))
     table[rows[chosen, 1], rows[chosen, 2]] = chosen
     return table
 
@@ -138,14 +189,14 @@ def waits(schedule: Schedule, latency: NDArray[np.float64] | float = 0.0) -> tup
 def _fill(needs: RowNumbers, schedule: Schedule, kinds: Sequence[Kind], table: RowNumbers) -> None:
     """Let the rows of these kinds wait for what the table holds at their stage and microbatch."""
     rows = schedule.packed
-    chosen = np.flatnonzero(np.isin(rows[:, 0], kinds))
+    chosen = np.flatnonzero(rows_of_kinds(rows, kinds))
     # The microbatch of a reduction is -1, which finds the only column of its table.
     needs[chosen] = table[rows[chosen, 1], rows[chosen, 2]]
 
 
 def _last_weight_gradient(schedule: Schedule) -> RowNumbers:
     last = np.full(schedule.num_stages, -1, dtype=np.int32)
-    chosen = np.flatnonzero(np.isin(schedule.packed[:, 0], (Kind.B, Kind.W)))
+    chosen = np.flatnonzero(rows_of_kinds(schedule.packed, (Kind.B, Kind.W)))
     np.maximum.at(last, schedule.packed[chosen, 1], chosen.astype(np.int32))
     return np.where(last < 0, schedule.num_actions, last).astype(np.int32)
 
@@ -158,7 +209,7 @@ def _delays(schedule: Schedule, hop: NDArray[np.float64]) -> NDArray[np.float64]
     delay = np.zeros(schedule.num_actions)
     chosen = np.flatnonzero(rows[:, 0] == Kind.F)
     delay[chosen] = np.concatenate([[0.0], hop])[rows[chosen, 1]]
-    chosen = np.flatnonzero(np.isin(rows[:, 0], (Kind.B, Kind.I)))
+    chosen = np.flatnonzero(rows_of_kinds(rows, (Kind.B, Kind.I)))
     delay[chosen] = np.concatenate([hop, [0.0]])[rows[chosen, 1]]
     return delay
 
@@ -167,7 +218,7 @@ def only_compute(schedule: Schedule) -> Schedule:
     """The same schedule without transfers, reductions and other actions that do not compute."""
     if not schedule.lowered:
         return schedule
-    actions: list[Rows] = [rows[np.isin(rows[:, 0], COMPUTE_KINDS)] for rows in schedule.actions]
+    actions: list[Rows] = [rows[rows_of_kinds(rows, COMPUTE_KINDS)] for rows in schedule.actions]
     return Schedule(
         actions,
         schedule.rank_of_stage,

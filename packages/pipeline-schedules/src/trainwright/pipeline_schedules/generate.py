@@ -91,7 +91,11 @@ def _one_stage_a_rank(
     name: str, per_rank: list[Rows], microbatches: int, *, forward_only: bool = False
 ) -> Schedule:
     """Put the stage number, which is the rank, between kind and microbatch."""
-    actions = [np.insert(rows, 1, stage, axis=1) for stage, rows in enumerate(per_rank)]
+    actions = []
+    for stage, rows in enumerate(per_rank):
+        with_stage = np.full((len(rows), 3), stage, dtype=np.int32)
+        with_stage[:, ::2] = rows
+        actions.append(with_stage)
     ranks = range(len(per_rank))
     return Schedule(actions, ranks, microbatches, name, forward_only=forward_only)
 

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from trainwright.pipeline_schedules.actions import NO_MICROBATCH, Kind
 from trainwright.pipeline_schedules.dependencies import Stuck, earliest_times, waits
-from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.schedule import Rows, Schedule
 from trainwright.pipeline_schedules.verify import verify
 

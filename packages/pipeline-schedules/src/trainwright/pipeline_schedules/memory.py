@@ -33,8 +33,11 @@ def per_stage(name: str, value: PerStage, stages: int) -> NDArray[np.float64]:
     return np.broadcast_to(numbers, (stages,))
 
 
-def _tuple(value: PerStage) -> float | tuple[float, ...]:
-    return float(value) if np.ndim(value) == 0 else tuple(float(v) for v in value)  # type: ignore[arg-type, union-attr]
+def as_value(value: PerStage) -> float | tuple[float, ...]:
+    """The same numbers as something that compares and hashes."""
+    if isinstance(value, Sequence | np.ndarray):
+        return tuple(float(number) for number in value)
+    return float(value)
 
 
 @attrs.frozen
@@ -46,11 +49,15 @@ class Memory:
         input_to_weight: Held from I until W.
     """
 
-    forward_to_input: float | tuple[float, ...] = attrs.field(default=1.0, converter=_tuple)
-    input_to_weight: float | tuple[float, ...] = attrs.field(default=1.0, converter=_tuple)
+    forward_to_input: float | tuple[float, ...] = attrs.field(default=1.0, converter=as_value)
+    input_to_weight: float | tuple[float, ...] = attrs.field(default=1.0, converter=as_value)
 
 
-def peak_memory(schedule: Schedule, memory: Memory = Memory()) -> NDArray[np.float64]:
+UNIT_MEMORY = Memory()
+"""One for each microbatch from its F until its B or W."""
+
+
+def peak_memory(schedule: Schedule, memory: Memory = UNIT_MEMORY) -> NDArray[np.float64]:
     """The most that each rank holds at any time: ``[ranks]``, in the unit of ``memory``."""
     peaks = np.zeros(schedule.num_ranks)
     first = per_stage("forward_to_input", memory.forward_to_input, schedule.num_stages)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from trainwright.pipeline_schedules.actions import Action, Kind
 from trainwright.pipeline_schedules.errors import ScheduleError
@@ -15,7 +15,11 @@ Rows = NDArray[np.int32]
 """Actions of a rank, in order: int32 ``[n, 3]`` of kind, stage, microbatch."""
 
 
-def _packed_rows(actions: Sequence[Rows]) -> tuple[Rows, ...]:
+RowsLike = ArrayLike | Sequence[Action]
+"""What can be made into rows: integers of shape ``[n, 3]``, or actions."""
+
+
+def _packed_rows(actions: Sequence[RowsLike]) -> tuple[Rows, ...]:
     """Copy every rank's rows into one read-only array and give each rank its view of it."""
     if len(actions) == 0:
         raise ScheduleError("a schedule needs at least one rank, got none")
@@ -26,7 +30,9 @@ def _packed_rows(actions: Sequence[Rows]) -> tuple[Rows, ...]:
     return tuple(packed[end - len(rows) : end] for end, rows in zip(ends, per_rank, strict=True))
 
 
-def _as_rows(rows: Rows, rank: int) -> Rows:
+def _as_rows(rows: RowsLike, rank: int) -> Rows:
+    if isinstance(rows, Sequence) and not isinstance(rows, str | bytes):
+        rows = [attrs.astuple(row) if isinstance(row, Action) else row for row in rows]
     array = np.asarray(rows)
     if array.size == 0:
         return np.empty((0, 3), dtype=np.int32)
@@ -34,6 +40,11 @@ def _as_rows(rows: Rows, rank: int) -> Rows:
         raise ScheduleError(
             f"actions of rank {rank} must be integers of shape [n, 3] (kind, stage, microbatch), "
             f"got {array.dtype} of shape {list(array.shape)}"
+        )
+    bounds = np.iinfo(np.int32)
+    if array.dtype != np.int32 and not bounds.min <= array.min() <= array.max() <= bounds.max:
+        raise ScheduleError(
+            f"actions of rank {rank} must fit int32, got {array.min()} to {array.max()}"
         )
     return array.astype(np.int32, copy=False)
 
@@ -52,8 +63,9 @@ class Schedule:
     Two schedules are equal when they do the same; ``name`` is a label and does not count.
 
     Args:
-        actions: For each rank its actions in order, int32 ``[n, 3]``: kind, stage, microbatch.
-            They are copied; the views kept here are read-only and lie in one buffer, `packed`.
+        actions: For each rank its actions in order, as `Action` values or as integers ``[n, 3]``
+            (kind, stage, microbatch). They are copied; kept are read-only int32 views of one
+            buffer, `packed`.
         rank_of_stage: The rank that owns each stage.
         num_microbatches: Microbatches of one step.
         name: What to call it in drawings and tables.
@@ -83,8 +95,9 @@ class Schedule:
                     f"0 to {self.num_ranks - 1}"
                 )
         kinds = self.packed[:, 0]
-        if len(kinds) and not (0 <= kinds.min() and kinds.max() <= max(Kind)):
-            raise ScheduleError(f"kinds must lie between 0 and {max(Kind):d}, got {set(kinds)}")
+        unknown = np.unique(kinds[(kinds < 0) | (kinds > max(Kind))]).tolist()
+        if unknown:
+            raise ScheduleError(f"kinds must lie between 0 and {max(Kind):d}, got {unknown}")
 
     @property
     def num_stages(self) -> int:
@@ -104,7 +117,8 @@ class Schedule:
     @property
     def packed(self) -> Rows:
         """The rows of all ranks, one rank after the other, as one read-only int32 ``[n, 3]``."""
-        base: Rows = self.actions[0].base
+        base = self.actions[0].base
+        assert base is not None, "the rows of every rank are views"
         return base
 
     @property

@@ -9,19 +9,20 @@ import numpy as np
 
 from trainwright.pipeline_schedules.completeness import check_complete, check_known
 from trainwright.pipeline_schedules.deadlock import check_channels, check_ordered, check_runs
+from trainwright.pipeline_schedules.dependencies import waits
 from trainwright.pipeline_schedules.errors import ScheduleError
-from trainwright.pipeline_schedules.memory import Memory, peak_memory
+from trainwright.pipeline_schedules.memory import UNIT_MEMORY, Memory, peak_memory
 from trainwright.pipeline_schedules.schedule import Schedule
 
 Sends = Literal["rendezvous", "buffered"] | int
-"""How a send behaves: until its receive is reached, never waits, or waits when so many lie there."""
+"""How a send behaves: it waits for its receive, or never, or while so many messages lie there."""
 
 
 def verify(
     schedule: Schedule,
     send: Sends = "rendezvous",
     *,
-    memory: Memory = Memory(),
+    memory: Memory = UNIT_MEMORY,
     memory_limit: float | Sequence[float] | None = None,
 ) -> None:
     """Prove that a schedule works, or raise an error that names the actions and the reason.
@@ -50,10 +51,11 @@ def verify(
     capacity = _capacity(send)
     check_known(schedule)
     check_complete(schedule)
-    check_ordered(schedule)
+    needed = waits(schedule)
+    check_ordered(schedule, needed)
     if schedule.lowered:
         check_channels(schedule)
-    check_runs(schedule, capacity)
+    check_runs(schedule, needed, capacity)
     if memory_limit is not None:
         _check_memory(schedule, memory, memory_limit)
 

@@ -1,0 +1,104 @@
+"""Schedules as text that a person can read: time from left to right, a line a rank."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainwright.pipeline_schedules.actions import Action, Kind
+from trainwright.pipeline_schedules.errors import ScheduleError
+from trainwright.pipeline_schedules.schedule import Schedule
+from trainwright.pipeline_schedules.simulate import Simulation, Times, simulate
+
+_IDLE, _GOES_ON = ".", "="
+_MEANING = {
+    Kind.F: "F forward",
+    Kind.B: "B backward",
+    Kind.I: "I input gradient",
+    Kind.W: "W weight gradient",
+}
+
+
+def draw(run: Schedule | Simulation, *, unit: float | None = None, max_columns: int = 200) -> str:
+    """Draw a run as a grid of time and ranks, with microbatch numbers and a legend.
+
+    Args:
+        run: A simulation, or a schedule, which is then simulated at F = I = W = 1, B = 2.
+        unit: Time of one column; None for the length of the shortest action.
+        max_columns: Where to cut a long run; a cut is said in the drawing.
+
+    Raises:
+        ScheduleError: The schedule does not verify; a unit or a width that is not positive.
+    """
+    simulation = simulate(run) if isinstance(run, Schedule) else run
+    lengths = simulation.ends - simulation.starts
+    column = float(lengths[lengths > 0].min()) if unit is None else unit
+    if not (column > 0 and np.isfinite(column)):
+        raise ScheduleError(f"unit must be positive, got {unit}")
+    if max_columns < 1:
+        raise ScheduleError(f"max_columns must be at least 1, got {max_columns}")
+    grid, hidden = _grid(simulation, column)
+    shown = [line[:max_columns] for line in grid]
+    width = max(len(cell) for line in shown for cell in line)
+    label = max(len(f"rank {rank}") for rank in range(len(shown)))
+    lines = [
+        f"{f'rank {rank}':<{label}} | " + " ".join(cell.ljust(width) for cell in line).rstrip()
+        for rank, line in enumerate(shown)
+    ]
+    notes = [_legend(simulation.schedule, column)]
+    if hidden:
+        notes.append(f"{hidden} actions shorter than a column are not shown")
+    if len(grid[0]) > max_columns:
+        notes.append(f"{len(grid[0]) - max_columns} more columns are not shown")
+    return "\n".join([_title(simulation), *lines, *notes])
+
+
+def _grid(simulation: Simulation, unit: float) -> tuple[list[list[str]], int]:
+    """For each rank the text of every column, and how many actions found no column."""
+    schedule = simulation.schedule
+    first = _columns(simulation.starts - simulation.starts.min(), unit)
+    last = np.maximum(_columns(simulation.ends - simulation.starts.min(), unit), first + 1)
+    grid = [[_IDLE] * int(last.max()) for _ in schedule.actions]
+    free = [0] * schedule.num_ranks
+    hidden = 0
+    for row, (rank, action) in enumerate(schedule):
+        begin, end = int(first[row]), int(last[row])
+        if begin < free[rank]:
+            hidden += 1
+            continue
+        grid[rank][begin:end] = [_name(schedule, action)] + [_GOES_ON] * (end - begin - 1)
+        free[rank] = end
+    return grid, hidden
+
+
+def _columns(times: Times, unit: float) -> NDArray[np.int64]:
+    # Halves always go up: two starts one column apart must not round to the same column.
+    return np.floor(times / unit + 0.5).astype(np.int64)
+
+
+def _name(schedule: Schedule, action: Action) -> str:
+    if _has_several_stages_a_rank(schedule):
+        return str(action)
+    return f"{action.kind.name}{action.microbatch}"
+
+
+def _has_several_stages_a_rank(schedule: Schedule) -> bool:
+    return len(set(schedule.rank_of_stage)) < schedule.num_stages
+
+
+def _title(simulation: Simulation) -> str:
+    schedule = simulation.schedule
+    return (
+        f"{schedule.name or 'schedule'}: {schedule.num_stages} stages on {schedule.num_ranks} "
+        f"ranks, {schedule.num_microbatches} microbatches, makespan {simulation.makespan:g}, "
+        f"bubble {simulation.bubble:.1%} over ideal"
+    )
+
+
+def _legend(schedule: Schedule, unit: float) -> str:
+    kinds = np.unique(schedule.packed[:, 0]).tolist()
+    words = ", ".join(_MEANING[Kind(kind)] for kind in kinds)
+    numbers = "the number is the microbatch"
+    if _has_several_stages_a_rank(schedule):
+        numbers = "the stage stands before the letter, the microbatch behind it"
+    return f"{words}; {numbers}; {_GOES_ON} goes on, {_IDLE} idle; a column is {unit:g}"

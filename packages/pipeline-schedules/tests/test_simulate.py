@@ -1,0 +1,173 @@
+"""Simulated times are those of the closed forms, exactly."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.pipeline_schedules import (
+    Action,
+    Costs,
+    Kind,
+    Memory,
+    Schedule,
+    ScheduleError,
+    Simulation,
+    forward_only,
+    gpipe,
+    lower,
+    one_f_one_b,
+    peak_activations,
+    peak_memory,
+    sequential,
+    simulate,
+)
+from trainwright.pipeline_schedules.testing import valid_schedules
+
+SIZES = [(stages, microbatches) for stages in range(1, 9) for microbatches in (1, 2, 3, 7, 12)]
+
+
+@pytest.mark.parametrize("generate", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("costs", [Costs(), Costs(3, 5, 7), Costs(backward=1), Costs(1, 0, 0)])
+def test_gpipe_and_1f1b_waste_one_forward_and_backward_per_extra_stage(
+    generate: object, costs: Costs
+) -> None:
+    both = costs.table(1)[Kind.F, 0] + costs.table(1)[Kind.B, 0]
+    for stages, microbatches in SIZES:
+        run = simulate(generate(stages, microbatches), costs)  # type: ignore[operator]
+        assert run.makespan == (microbatches + stages - 1) * both
+        assert run.span == run.makespan
+        assert run.ideal == microbatches * both
+        assert run.bubble == (stages - 1) / microbatches
+        assert run.span_bubble == run.bubble
+        assert run.bubble_fraction == (stages - 1) / (microbatches + stages - 1)
+        assert run.idle == ((stages - 1) * both,) * stages
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_one_microbatch_through_layers_on_devices_wastes_all_devices_but_one(stages: int) -> None:
+    assert simulate(sequential(stages, 1)).bubble == stages - 1
+    assert simulate(sequential(stages, 5)).bubble == stages - 1
+    assert simulate(sequential(stages, 5)).makespan == 15 * stages
+
+
+def test_gpipe_holds_all_microbatches_and_1f1b_at_most_the_stages_that_follow() -> None:
+    for stages, microbatches in SIZES:
+        in_flight = tuple(min(microbatches, stages - stage) for stage in range(stages))
+        assert simulate(one_f_one_b(stages, microbatches)).peak_activations == in_flight
+        assert simulate(gpipe(stages, microbatches)).peak_activations == (microbatches,) * stages
+        assert simulate(sequential(stages, microbatches)).peak_activations == (1,) * stages
+
+
+def test_the_first_stage_computes_longer_than_its_neighbours_when_it_costs_more() -> None:
+    run = simulate(gpipe(2, 2), Costs(forward=[3, 1], backward=[2, 2]))
+    assert run.starts.tolist() == [0, 3, 9, 11, 3, 6, 7, 9]
+    assert run.ends.tolist() == [3, 6, 11, 13, 4, 7, 9, 11]
+    assert run.busy == (10, 6)
+    assert run.idle == (3, 7)
+    assert (run.makespan, run.spans, run.span) == (13, (13, 8), 13)
+    assert run.bubble == pytest.approx(0.3)
+
+
+def test_latency_delays_what_crosses_ranks_and_nothing_else() -> None:
+    run = simulate(gpipe(3, 1), Costs(latency=(0.5, 2)))
+    assert run.starts.tolist() == [0, 12, 1.5, 9.5, 4.5, 5.5]
+    both = [Action(Kind.F, 0, 0), Action(Kind.F, 1, 0), Action(Kind.B, 1, 0), Action(Kind.B, 0, 0)]
+    assert simulate(Schedule([both], [0, 0], 1), Costs(latency=9)).makespan == 6
+
+
+def test_split_backwards_let_the_stage_before_go_on_sooner() -> None:
+    first = [Action(Kind.F, 0, 0), Action(Kind.I, 0, 0), Action(Kind.W, 0, 0)]
+    last = [Action(Kind.F, 1, 0), Action(Kind.I, 1, 0), Action(Kind.W, 1, 0)]
+    run = simulate(Schedule([first, last], [0, 1], 1), Costs(1, 2, 4))
+    assert run.starts.tolist() == [0, 4, 6, 1, 2, 4]
+    assert run.makespan == 10
+    assert run.peak_activations == (1, 1)
+
+
+@given(schedule=valid_schedules(), costs=st.sampled_from([Costs(), Costs(1, 2, 3, latency=2)]))
+def test_nothing_starts_before_its_rank_is_free_or_what_it_needs_is_there(
+    schedule: Schedule, costs: Costs
+) -> None:
+    run = simulate(schedule, costs)
+    owner, hop = schedule.rank_of_stage, float(np.max(costs.latency))
+    table = costs.table(schedule.num_stages)
+    ends = {action: end for (_, action), end in zip(schedule, run.ends, strict=True)}
+    free = dict.fromkeys(range(schedule.num_ranks), 0.0)
+    for row, (rank, action) in enumerate(schedule):
+        kind, s, i = action.kind, action.stage, action.microbatch
+        earliest = [free[rank]]
+        if kind == Kind.F and s > 0:
+            earliest.append(ends[Action(Kind.F, s - 1, i)] + hop * (owner[s - 1] != rank))
+        if kind in (Kind.B, Kind.I):
+            earliest.append(ends[Action(Kind.F, s, i)])
+        if kind in (Kind.B, Kind.I) and s + 1 < len(owner):
+            behind = [Action(Kind.B, s + 1, i), Action(Kind.I, s + 1, i)]
+            end = next(ends[action] for action in behind if action in ends)
+            earliest.append(end + hop * (owner[s + 1] != rank))
+        if kind == Kind.W:
+            earliest.append(ends[Action(Kind.I, s, i)])
+        assert run.starts[row] == max(earliest)
+        assert run.ends[row] == run.starts[row] + table[kind, s]
+        free[rank] = run.ends[row]
+
+
+@given(schedule=valid_schedules())
+def test_a_lowered_schedule_is_simulated_by_what_it_computes(schedule: Schedule) -> None:
+    assert simulate(lower(schedule)) == simulate(schedule)
+
+
+def test_simulations_are_read_only_values() -> None:
+    run = simulate(one_f_one_b(3, 4))
+    assert run == simulate(one_f_one_b(3, 4))
+    assert hash(run) == hash(simulate(one_f_one_b(3, 4)))
+    assert run != simulate(one_f_one_b(3, 4), Costs(2))
+    assert repr(run) == (
+        "<Simulation 1f1b: makespan 18, span 18, bubble 0.5000 over ideal, peak activations 3>"
+    )
+    with pytest.raises(ValueError, match="read-only"):
+        run.starts[0] = 1
+
+
+def test_measured_times_make_a_run_like_simulated_ones() -> None:
+    run = Simulation(forward_only(2, 1), [5.0, 7.0], [6.0, 7.5])
+    assert (run.makespan, run.spans, run.busy) == (2.5, (1.0, 0.5), (1.0, 0.5))
+
+
+def test_memory_counts_what_is_held_before_and_after_the_input_gradient() -> None:
+    program = [
+        Action.parse(f"0{word}") for word in ("F0", "F1", "I0", "I1", "W0", "W1", "F2", "B2")
+    ]
+    schedule = Schedule([program], [0], 3)
+    assert peak_activations(schedule).tolist() == [2]
+    assert peak_memory(schedule).tolist() == [2]
+    assert peak_memory(schedule, Memory(10, 3)).tolist() == [20]
+    assert peak_memory(schedule, Memory(2, 7)).tolist() == [14]
+    assert peak_memory(one_f_one_b(3, 4), Memory((1, 10, 100))).tolist() == [3, 20, 100]
+    several = Schedule([[Action(Kind.F, 0, 0), Action(Kind.F, 1, 0)]], [0, 0], 1)
+    assert peak_memory(several, Memory([1, 10])).tolist() == [11]
+    assert peak_activations(several).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("costs", "reason"),
+    [
+        (Costs(forward=(1, 2)), "forward must be one number or one for each of 3 stages"),
+        (Costs(weight_gradient=-1), "weight_gradient must be finite and not negative"),
+        (Costs(input_gradient=float("nan")), "input_gradient must be finite"),
+        (Costs(backward=float("inf")), "backward must be finite"),
+        (Costs(latency=(1, 2, 3)), "latency must be one number or one for each of 2"),
+        (Costs(0, 0, 0), "some action must cost time"),
+    ],
+)
+def test_costs_that_fit_no_schedule_are_refused_by_name(costs: Costs, reason: str) -> None:
+    with pytest.raises(ScheduleError, match=reason):
+        simulate(gpipe(3, 2), costs)
+
+
+def test_a_schedule_that_does_not_work_is_not_simulated() -> None:
+    with pytest.raises(ScheduleError, match="missing"):
+        simulate(attrs.evolve(forward_only(2, 2), forward_only=False))
