@@ -397,12 +397,12 @@ def test_a_permutation_sorts_the_random_numbers_of_its_places(key, n):
 
 
 def test_all_orders_of_four_are_equally_likely():
-    orders = [tuple(permutation(Key(0, "epoch", step), 4).tolist()) for step in range(960)]
+    orders = [tuple(permutation(Key(0, "epoch", step), 4).tolist()) for step in range(480)]
 
     counts = [orders.count(order) for order in set(orders)]
     assert len(counts) == 24
     # Chi-square with 23 degrees of freedom: above 49.7 once in a thousand.
-    assert sum((count - 40) ** 2 / 40 for count in counts) < 49.7
+    assert sum((count - 20) ** 2 / 20 for count in counts) < 49.7
 
 
 # ---------------------------------------------------------------- mistakes
