@@ -155,7 +155,7 @@ class PipelineExecutor:
             The loss sum, on the rank of the last stage.
         """
         if num_microbatches not in self._evaluations:
-            schedule = forward_schedule(self._schedule.rank_of_stage, num_microbatches)
+            schedule = forward_schedule(self._schedule, num_microbatches)
             self._evaluations[num_microbatches] = self._compile(schedule)
         run = Run(self._parts, inputs, None, window=_EVALUATION_WINDOW)
         with torch.no_grad(), _evaluation_mode(self._parts.stages):

@@ -109,22 +109,21 @@ def compile_program(
     return Program(tuple(instructions), _peak_in_flight(actions))
 
 
-def forward_schedule(rank_of_stage: Sequence[int], num_microbatches: int) -> Schedule:
-    """Forwards alone, lowered, for any placement of the stages.
+def forward_schedule(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """Forwards alone, lowered, with the stages where another schedule has them.
 
     Rounds of as many microbatches as there are ranks; in a round, each rank runs its stages in
     order, each with all microbatches of the round, so that several chunks a rank still overlap.
     """
-    num_ranks = max(rank_of_stage) + 1
+    num_ranks = schedule.num_ranks
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
     for first in range(0, num_microbatches, num_ranks):
         microbatches = range(first, min(first + num_ranks, num_microbatches))
-        for stage, rank in enumerate(rank_of_stage):
+        for stage, rank in enumerate(schedule.rank_of_stage):
             rows[rank] += [(Kind.F, stage, microbatch) for microbatch in microbatches]
     actions: list[Rows] = [np.array(row, dtype=np.int32).reshape(-1, 3) for row in rows]
-    return lower(
-        Schedule(actions, rank_of_stage, num_microbatches, "forward-only", forward_only=True)
-    )
+    ranks = schedule.rank_of_stage
+    return lower(Schedule(actions, ranks, num_microbatches, "forward-only", forward_only=True))
 
 
 def _instruction(operation: Operation, stage: int, microbatch: int) -> Instruction:
