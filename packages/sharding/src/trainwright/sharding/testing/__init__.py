@@ -1,0 +1,27 @@
+"""Strategies for meshes and placements, and the laws that parallel modules keep."""
+
+from trainwright.sharding.testing.laws import (
+    assert_close,
+    check_computes_the_plain_module,
+    check_pieces_tile_the_parameters,
+    load_plain_,
+    mesh_of,
+)
+from trainwright.sharding.testing.strategies import (
+    activation_placements,
+    layouts_of,
+    mesh_shapes,
+    shard_sizes,
+)
+
+__all__ = [
+    "activation_placements",
+    "assert_close",
+    "check_computes_the_plain_module",
+    "check_pieces_tile_the_parameters",
+    "layouts_of",
+    "load_plain_",
+    "mesh_of",
+    "mesh_shapes",
+    "shard_sizes",
+]
