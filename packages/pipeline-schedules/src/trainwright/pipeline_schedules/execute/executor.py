@@ -179,6 +179,7 @@ class PipelineExecutor:
                     run.perform(instruction)
                 if timed:
                     timeline.append(_timed(instruction, start, time.perf_counter() - begin))
+            instruction = None
             loss_sum = run.finish()
         except BaseException as cause:
             self._give_up(cause, instruction)
@@ -188,8 +189,8 @@ class PipelineExecutor:
     def _give_up(self, cause: BaseException, instruction: Instruction | None) -> None:
         """Say where it happened, and tell the peers unless they told us."""
         transport = self._parts.links.transport
-        if instruction is not None:
-            cause.add_note(f"in {instruction.label} on rank {transport.rank} of the pipeline")
+        place = "pipeline: last sends" if instruction is None else instruction.label
+        cause.add_note(f"in {place} on rank {transport.rank} of the pipeline")
         abort = getattr(transport, "abort", None)
         if abort is None or transport.size == 1 or isinstance(cause, PeerFailedError):
             return

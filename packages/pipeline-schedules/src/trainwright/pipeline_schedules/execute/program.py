@@ -115,13 +115,15 @@ def forward_schedule(schedule: Schedule, num_microbatches: int) -> Schedule:
     Rounds of as many microbatches as there are ranks; in a round, each rank runs its stages in
     order, each with all microbatches of the round, so that several chunks a rank still overlap.
     """
-    num_ranks = schedule.num_ranks
-    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(num_ranks)]
-    for first in range(0, num_microbatches, num_ranks):
-        microbatches = range(first, min(first + num_ranks, num_microbatches))
-        for stage, rank in enumerate(schedule.rank_of_stage):
-            rows[rank] += [(Kind.F, stage, microbatch) for microbatch in microbatches]
-    actions: list[Rows] = [np.array(row, dtype=np.int32).reshape(-1, 3) for row in rows]
+    width = schedule.num_ranks
+    rounds = -(-num_microbatches // width)
+    microbatches = np.arange(rounds * width).reshape(rounds, 1, width)
+    actions: list[Rows] = []
+    for rank in range(width):
+        stages = np.array(schedule.stages_of(rank), dtype=np.int64).reshape(1, -1, 1)
+        columns = np.broadcast_arrays(int(Kind.F), stages, microbatches)
+        rows = np.stack(columns, axis=-1).reshape(-1, 3)
+        actions.append(rows[rows[:, 2] < num_microbatches].astype(np.int32))
     ranks = schedule.rank_of_stage
     return lower(Schedule(actions, ranks, num_microbatches, "forward-only", forward_only=True))
 

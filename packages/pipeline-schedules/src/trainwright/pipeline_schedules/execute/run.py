@@ -53,6 +53,11 @@ class Seed:
 
     def like(self, loss: torch.Tensor) -> torch.Tensor:
         """The seed in the loss's dtype, computed in float64 on its device; no host sync."""
+        if not isinstance(self.divisor, torch.Tensor) and not isinstance(
+            self.loss_scale, torch.Tensor
+        ):
+            value = self.loss_scale / self.divisor if self.divisor > 0 else 0.0
+            return torch.full_like(loss, value, requires_grad=False)
         divisor = torch.as_tensor(self.divisor, dtype=torch.float64, device=loss.device)
         scale = torch.as_tensor(self.loss_scale, dtype=torch.float64, device=loss.device)
         return torch.where(divisor > 0, scale / divisor, 0.0).to(loss.dtype)
