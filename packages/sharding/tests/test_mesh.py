@@ -1,5 +1,6 @@
 """The mesh: where ranks stand, which groups they form, and what is refused."""
 
+import attrs
 import pytest
 import torch
 from hypothesis import example, given
@@ -99,6 +100,14 @@ def test_all_axes_together_are_the_world_and_an_axis_of_one_costs_nothing():
     assert LocalWorld(4).run(run) == [(True,) * 5] * 4
 
 
+def test_the_expert_tensor_axis_follows_tp_unless_it_is_said():
+    shape = MeshShape(dp=2, tp=2)
+
+    assert shape == MeshShape(dp=2, tp=2, etp=2)
+    assert attrs.evolve(shape, tp=4).etp == 4
+    assert attrs.evolve(shape, etp=1).edp == 4
+
+
 def test_two_meshes_live_in_one_process():
     def run(world):
         first = Mesh(world, MeshShape(dp=2, tp=2))
@@ -150,7 +159,7 @@ def test_a_table_has_one_line_a_rank():
     [
         (
             lambda: MeshShape(pp=2, dp=3, tp=2).check(8),
-            "mesh pp=2 * dp=3 * tp=2 needs 12 ranks, got world_size=8; "
+            r"mesh pp=2 \* dp=3 \* tp=2 needs 12 ranks, got world_size=8; "
             "with this pp and tp, dp must be 2",
         ),
         (lambda: MeshShape(dp=3).check(8), "mesh dp=3 needs 3 ranks.*dp must be 8"),

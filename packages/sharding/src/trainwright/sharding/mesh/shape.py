@@ -51,8 +51,9 @@ class MeshShape:
     _etp: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        if self._etp is None:
-            object.__setattr__(self, "_etp", self.tp)
+        if self._etp == self.tp:
+            # Equal shapes compare equal, and etp goes on following tp in attrs.evolve.
+            object.__setattr__(self, "_etp", None)
         for axis in _CHOSEN:
             size = getattr(self, axis)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -90,8 +91,7 @@ class MeshShape:
     @property
     def etp(self) -> int:
         """Ranks that share one expert."""
-        assert self._etp is not None
-        return self._etp
+        return self.tp if self._etp is None else self._etp
 
     @property
     def edp(self) -> int:
