@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trainwright.sharding.data.buckets import Bucket
+from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.flat import (
     allocate,
     broadcast_first,
@@ -37,6 +38,29 @@ class FlatModel:
     pieces: dict[str, Piece]
     frozen: dict[str, Piece]
     empty: tuple[nn.Parameter, ...]
+
+    def check_intact(self) -> None:
+        """Raise if a parameter was replaced, moved, frozen or unfrozen since."""
+        for bucket in self.buckets:
+            for member in bucket.members:
+                member.check_intact()
+        for name, piece in self.frozen.items():
+            if piece.parameter.requires_grad:
+                raise LifecycleError(
+                    f"{name} was frozen when data_parallel() was called and nobody reduces its "
+                    "gradient; set requires_grad before it"
+                )
+
+    def check_complete(self, module: nn.Module) -> None:
+        """Raise if the module has got a parameter since that nobody would reduce."""
+        known = {id(member.parameter) for bucket in self.buckets for member in bucket.members}
+        known |= {id(piece.parameter) for piece in self.frozen.values()}
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in known and parameter.numel() > 0:
+                raise LifecycleError(
+                    f"{name} was added after data_parallel() and nobody reduces its gradient; "
+                    "build the whole module first"
+                )
 
 
 def flatten_model(parameters: list[ModelParameter], mesh: Mesh, policy: ShardPolicy) -> FlatModel:

@@ -38,6 +38,7 @@ class DataParallel:
         self._phase = _Phase.ACCUMULATING
         self._armed = False
         self._touched = False
+        self._first = True
         self._epoch = 0
         self._next = 0
         # Parameters that are not themselves what the optimizer updates.
@@ -131,7 +132,7 @@ class DataParallel:
         """Start the reductions that have not started; every rank calls it, also without backward.
 
         Raises:
-            LifecycleError: A parameter was replaced, moved or frozen.
+            LifecycleError: A parameter was replaced, moved, frozen, unfrozen or added.
 
         Communicates:
             One all-reduce a bucket (stage 0: 2 (N-1)/N of its bytes a rank), or one reduce-scatter
@@ -139,9 +140,10 @@ class DataParallel:
         """
         if self._phase is not _Phase.ACCUMULATING:
             return
-        for bucket in self._buckets:
-            for member in bucket.members:
-                member.check_intact()
+        self._flat.check_intact()
+        if self._first:
+            self._flat.check_complete(self._module)
+            self._first = False
         for bucket in self._buckets[self._next :]:
             for member in bucket.members:
                 member.link_gradient()
@@ -223,7 +225,8 @@ class DataParallel:
         for bucket in self._buckets:
             for member in bucket.members:
                 member.return_weight()
-                member.check_intact()
+        self._flat.check_intact()
+        self._flat.check_complete(self._module)
         with torch.no_grad():
             for bucket in self._buckets:
                 bucket.load_masters()

@@ -71,6 +71,8 @@ def collect_parameters(
     Raises:
         ShardingError: A parameter cannot be trained this way, or a placement does not fit.
     """
+    for name, parameter in model.named_parameters():
+        _check_parameter(name, parameter)
     chosen = _choose_placements(model, placements or {})
     owners: dict[int, list[Owner]] = {}
     for module in model.modules():
@@ -80,7 +82,6 @@ def collect_parameters(
     found: list[ModelParameter] = []
     for name, parameter in model.named_parameters():
         placement = chosen[name]
-        _check_parameter(name, parameter)
         _check_placement(name, parameter, placement)
         weight_dtype = _choose_dtype(name, parameter, policy)
         found.append(
