@@ -47,7 +47,8 @@ class Call:
     output_splits: list[int] | None = None
     input_splits: list[int] | None = None
     timeout_s: float | None = None
-    payload: object = None
+    color_and_key: tuple[int | None, int] | None = None
+    event: torch.cuda.Event | None = None
 
     def agrees_with(self, other: Call) -> bool:
         """Whether both are parts of the same collective."""

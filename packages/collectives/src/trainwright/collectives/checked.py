@@ -257,7 +257,8 @@ class CheckedCommunicator:
     def coalesce(self) -> Iterator[Work]:
         """See `Communicator.coalesce`."""
         self._refuse_inside_coalesce("coalesce")
-        self._deferred = deferred = []
+        deferred: list[tuple[Call | Sequence[Send | Recv], DeferredWork]] = []
+        self._deferred = deferred
         joined = DeferredWork()
         try:
             yield joined

@@ -30,7 +30,7 @@ def check_tensor(what: str, tensor: torch.Tensor, device: torch.device) -> torch
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         raise UsageError(
             f"{what}: the tensor is part of a graph and its gradient would be lost; use "
-            "trainwright.collectives.differentiable, or .detach() or torch.no_grad() if that is meant"
+            "trainwright.collectives.differentiable, or .detach() or no_grad() if that is meant"
         )
     return tensor.detach()
 
@@ -67,7 +67,7 @@ def check_concatenated(what: str, large: torch.Tensor, small: torch.Tensor, size
 
 
 def check_own_slice(what: str, large: torch.Tensor, small: torch.Tensor, rank: int) -> None:
-    """Refuse a contiguous small tensor that overlaps the large one, unless it is this rank's part."""
+    """Refuse contiguous tensors that overlap, unless the small one is this rank's part."""
     start = large.data_ptr()
     part = small.data_ptr()
     part_bytes = small.nbytes
@@ -93,7 +93,7 @@ def check_rank(what: str, role: str, rank: int, size: int) -> None:
     """Refuse a root or peer outside the group."""
     if not isinstance(rank, int) or not 0 <= rank < size:
         raise UsageError(
-            f"{what}: {role}={rank!r} is not a rank of this communicator, which counts 0..{size - 1}"
+            f"{what}: {role}={rank!r} is not a rank of this communicator; they are 0..{size - 1}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Collectives among rank threads: the last rank to arrive computes, sleepers help with large ones."""
+"""Collectives among rank threads: the last to arrive computes, sleepers help with large ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.collectives.local_messages import Message, MessageWork, post
 from trainwright.collectives.local_plans import is_large, plan
 from trainwright.collectives.parking import Pending, ThreadWorld
 from trainwright.collectives.protocol import Recv, Send, Work
-from trainwright.collectives.works import DONE, JoinedWork
+from trainwright.collectives.works import JoinedWork
 
 
 class LocalGroup:
@@ -73,8 +73,9 @@ class LocalBackend:
 
     def split(self, color: int | None, key: int) -> LocalBackend | None:
         """Meet, let the last rank make the groups, take one's own."""
-        work = self._join(Call(Kind.SPLIT, payload=(color, key)))
+        work = self._join(Call(Kind.SPLIT, color_and_key=(color, key)))
         meeting = work.meeting
+        assert meeting is not None
         work.wait()
         made = meeting.made.get(self.rank)
         if made is None:
@@ -90,7 +91,7 @@ class LocalBackend:
         group = self._group
         world = self._world
         if self.device.type == "cuda":
-            call.payload = (call.payload, torch.cuda.current_stream(self.device).record_event())
+            call.event = torch.cuda.current_stream(self.device).record_event()
         with world.mutex:
             if world.failure is not None:
                 world.check()
@@ -145,12 +146,15 @@ class _Meeting(Pending):
                 self._make_groups(calls)
             else:
                 tasks = plan(calls)
-                if is_large(calls):
+                if calls[0].event is not None:
+                    self._launch(calls, tasks)
+                elif is_large(calls):
                     self._share(tasks)
                     return
-                with torch.no_grad():
-                    for task in tasks:
-                        task()
+                else:
+                    with torch.no_grad():
+                        for task in tasks:
+                            task()
         except CollectiveError as error:
             self.group.world.finish(self, (type(error), str(error)))
         except Exception as error:
@@ -194,11 +198,30 @@ class _Meeting(Pending):
             world.wake_locked(self)
         self.help()
 
+    def _launch(self, calls: Sequence[Call], tasks: Sequence[Callable[[], None]]) -> None:
+        # The kernels of all ranks' inputs come before ours, and ours before the ranks' next ones.
+        tensor = next((call.input for call in calls if call.input is not None), None)
+        if tensor is None:
+            return
+        stream = torch.cuda.current_stream(tensor.device)
+        for call in calls:
+            if call.event is not None:
+                stream.wait_event(call.event)
+        with torch.no_grad():
+            for task in tasks:
+                task()
+        for call in calls:
+            for used in (call.input, call.output):
+                if used is not None:
+                    used.record_stream(stream)
+        self.done_event = stream.record_event()
+
     def _make_groups(self, calls: Sequence[Call]) -> None:
         group = self.group
         members: dict[int, list[tuple[int, int]]] = {}
         for rank, call in enumerate(calls):
-            color, key = call.payload
+            assert call.color_and_key is not None
+            color, key = call.color_and_key
             if color is not None:
                 members.setdefault(color, []).append((key, rank))
         for color, keyed in members.items():

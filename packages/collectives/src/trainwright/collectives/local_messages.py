@@ -40,12 +40,13 @@ class Message(Pending):
 
     def describe(self) -> str:
         """Say what it is and whose side is missing."""
-        verb, other, preposition = ("send", "receive", "to") if self.is_send else (
-            "recv", "send", "from",
-        )  # fmt: skip
+        if self.is_send:
+            verb, other, preposition = "send", "receive", "to"
+        else:
+            verb, other, preposition = "recv", "send", "from"
         return (
             f"{verb}({self.describe_tensor()}, tag={self.tag}) {preposition} rank {self.peer} of "
-            f"{self.group.name!r}; missing: {self.group.describe_rank(self.peer)} did not {other} it"
+            f"{self.group.name!r}; missing: {self.group.describe_rank(self.peer)} did not {other}"
         )
 
     def describe_tensor(self) -> str:

@@ -7,14 +7,12 @@ from functools import partial
 
 import torch
 
-from trainwright.collectives.arithmetic import combine
+from trainwright.collectives.arithmetic import CHUNK, combine
 from trainwright.collectives.calls import Call, Kind
 from trainwright.collectives.errors import UsageError
 
 Task = Callable[[], None]
 
-# A chunk of float32 and its running total fit in a core's cache together.
-_CHUNK = 1 << 16
 _SMALL_BYTES = 1 << 19
 
 
@@ -66,7 +64,9 @@ def _plan_broadcast(calls: Sequence[Call]) -> list[Task]:
     root = calls[0].root or 0
     source = _inputs([calls[root]])[0]
     return [
-        partial(output.copy_, source) for rank, output in enumerate(_outputs(calls)) if rank != root
+        partial(_copy, output, source)
+        for rank, output in enumerate(_outputs(calls))
+        if rank != root
     ]
 
 
@@ -99,7 +99,7 @@ def _plan_all_to_all(calls: Sequence[Call]) -> list[Task]:
             if rows:
                 target = call.output[position : position + rows]
                 begin = starts[sender]
-                tasks.append(partial(target.copy_, source.input[begin : begin + rows]))
+                tasks.append(partial(_copy, target, source.input[begin : begin + rows]))
             position += rows
             starts[sender] += rows
     return tasks
@@ -133,24 +133,19 @@ def _outputs(calls: Sequence[Call]) -> list[torch.Tensor]:
 def _combine_tasks(
     call: Call, parts: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> list[Task]:
-    numel = parts[0].numel()
-    if numel <= _CHUNK:
-        return [partial(_combine, call, parts, outputs)]
-    tasks: list[Task] = []
-    for start in range(0, numel, _CHUNK):
-        cut = slice(start, start + _CHUNK)
-        tasks.append(
-            partial(_combine, call, [part[cut] for part in parts], [out[cut] for out in outputs])
-        )
-    return tasks
-
-
-def _combine(call: Call, parts: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
     assert call.op is not None
     assert call.reduce_dtype is not None
-    total = combine(parts, call.op, call.reduce_dtype)
-    for output in outputs:
-        output.copy_(total)
+    numel = parts[0].numel()
+    if numel <= CHUNK:
+        return [partial(combine, outputs, parts, call.op, call.reduce_dtype)]
+    tasks: list[Task] = []
+    for start in range(0, numel, CHUNK):
+        cut = slice(start, start + CHUNK)
+        pieces = [part[cut] for part in parts]
+        tasks.append(
+            partial(combine, [out[cut] for out in outputs], pieces, call.op, call.reduce_dtype)
+        )
+    return tasks
 
 
 def _place(output: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> None:

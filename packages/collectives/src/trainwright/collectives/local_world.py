@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import ctypes
 import threading
@@ -29,8 +30,8 @@ class LocalWorld:
         size: number of ranks.
         timeout_s: how long a rank waits for the others before it gives up.
         device: where tensors must live; on CUDA each rank has a stream of its own.
-        buffered_sends: whether waiting for a send returns before the receiver has come. False
-            finds programs that deadlock on transports without buffers.
+        buffered_sends: whether waiting for a send returns before the receiver has come. Gloo and
+            NCCL do not promise that, so by default it does not, and programs that rely on it show.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class LocalWorld:
         *,
         timeout_s: float = 30.0,
         device: torch.device | str = "cpu",
-        buffered_sends: bool = True,
+        buffered_sends: bool = False,
     ) -> None:
         if not isinstance(size, int) or size < 1:
             raise UsageError(f"LocalWorld: size={size!r} must be a positive number of ranks")
@@ -111,10 +112,8 @@ class _Run:
         return self._results
 
     def _enter(self, rank: int) -> None:
-        try:
+        with contextlib.suppress(_StopRank):
             self._live(rank)
-        except _StopRank:
-            pass
 
     def _live(self, rank: int) -> None:
         torch.set_num_threads(1)
@@ -122,7 +121,8 @@ class _Run:
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 if self._device.type == "cuda":
-                    with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                    stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                    with torch.cuda.stream(stream):
                         self._results[rank] = self._fn(communicator, *self._args)
                         torch.cuda.current_stream(self._device).synchronize()
                 else:

@@ -22,6 +22,10 @@ class Pending:
         self.error: Failure | None = None
         self.parked: list[threading.Lock] = []
 
+    def is_over(self) -> bool:
+        """Whether it is done or has failed."""
+        return self.ready
+
     def describe(self) -> str:
         """Say what it is, and who is missing."""
         raise NotImplementedError
@@ -67,7 +71,7 @@ class ThreadWorld:
         lock.acquire()
         sleeper = _Sleeper(time.monotonic() + timeout_s)
         with self.mutex:
-            if pending.ready:
+            if pending.is_over():
                 return
             self.check()
             pending.parked.append(lock)
@@ -76,7 +80,7 @@ class ThreadWorld:
         woken = lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
         with self.mutex:
             self._sleepers.pop(lock, None)
-            if pending.ready:
+            if pending.is_over():
                 return
             self.check()
             if woken and not sleeper.expired:

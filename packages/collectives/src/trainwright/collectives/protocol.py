@@ -65,13 +65,24 @@ class Communicator(Protocol):
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+        ...
+
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where tensors must live."""
+        ...
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """A name for messages; the same on every rank."""
+        ...
 
     def all_reduce(
         self,
@@ -114,9 +125,7 @@ class Communicator(Protocol):
         """Send part q of ``input`` (along dim 0) to rank q; splits None means equal parts."""
         ...
 
-    def broadcast(
-        self, tensor: torch.Tensor, root: int, *, timeout_s: float | None = None
-    ) -> Work:
+    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout_s: float | None = None) -> Work:
         """Copy root's ``tensor`` to every rank, in place."""
         ...
 
@@ -166,9 +175,7 @@ class Communicator(Protocol):
         """Start receiving into ``tensor`` from ``peer``; shape and dtype match the sender's."""
         ...
 
-    def exchange(
-        self, messages: Sequence[Send | Recv], *, timeout_s: float | None = None
-    ) -> Work:
+    def exchange(self, messages: Sequence[Send | Recv], *, timeout_s: float | None = None) -> Work:
         """Start all messages together, so that no order among them can deadlock."""
         ...
 
@@ -184,7 +191,7 @@ class Communicator(Protocol):
         ...
 
     def coalesce(self) -> AbstractContextManager[Work]:
-        """Start the operations of the ``with`` block together; its Work is valid after the block."""
+        """Start the operations of the block together; its Work is valid after the block."""
         ...
 
     def abort(self, cause: BaseException | str) -> None:
