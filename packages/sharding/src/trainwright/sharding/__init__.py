@@ -1,5 +1,12 @@
 """Meshes, placements, data and tensor parallelism for PyTorch modules."""
 
+from trainwright.sharding.data import (
+    DataParallel,
+    LifecycleError,
+    Piece,
+    ShardPolicy,
+    data_parallel,
+)
 from trainwright.sharding.errors import NotAvailableError, ReplicaMismatchError, ShardingError
 from trainwright.sharding.mesh import Mesh, MeshShape
 from trainwright.sharding.norm import (
@@ -37,18 +44,22 @@ from trainwright.sharding.tensor import (
 
 __all__ = [
     "ColumnParallelLinear",
+    "DataParallel",
     "GradientPiece",
+    "LifecycleError",
     "Mesh",
     "MeshShape",
     "NotAvailableError",
     "ParallelModule",
     "ParameterPlacement",
     "Partial",
+    "Piece",
     "Placement",
     "ReplicaMismatchError",
     "Replicate",
     "RowParallelLinear",
     "Shard",
+    "ShardPolicy",
     "ShardingError",
     "StepTotals",
     "Transition",
@@ -56,6 +67,7 @@ __all__ = [
     "check_indices",
     "check_replicated",
     "check_replicated_parameters",
+    "data_parallel",
     "draw_parameter_",
     "largest_magnitude",
     "local_heads",
