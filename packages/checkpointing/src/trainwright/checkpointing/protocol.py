@@ -79,7 +79,7 @@ class Files(Protocol):
     """
 
     def make_folder(self, folder: Path) -> None:
-        """Create ``folder`` and what leads to it; one that exists is left as it is."""
+        """Create ``folder`` and what leads to it, to survive a crash; existing ones are kept."""
         ...
 
     def create(self, path: Path) -> Writer:

@@ -1,0 +1,36 @@
+"""Durable training state: sharded, checksummed, atomic, and loadable by any layout."""
+
+from trainwright.checkpointing.errors import (
+    CheckpointingError,
+    CheckpointingWarning,
+    DamagedCheckpointError,
+    LoadFailedError,
+    MismatchError,
+    NoCheckpointError,
+    NotAvailableYetError,
+    SaveFailedError,
+    TreeError,
+)
+from trainwright.checkpointing.protocol import Files, Reader, Writer
+
+from .files import LocalFiles
+from .store import StateStore
+from .tree import Sharded
+
+__all__ = [
+    "CheckpointingError",
+    "CheckpointingWarning",
+    "DamagedCheckpointError",
+    "Files",
+    "LoadFailedError",
+    "LocalFiles",
+    "MismatchError",
+    "NoCheckpointError",
+    "NotAvailableYetError",
+    "Reader",
+    "SaveFailedError",
+    "Sharded",
+    "StateStore",
+    "TreeError",
+    "Writer",
+]

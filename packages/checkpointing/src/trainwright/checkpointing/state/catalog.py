@@ -1,0 +1,140 @@
+"""Which checkpoints a folder holds: found by looking, so that no pointer can be wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import attrs
+
+from trainwright.checkpointing.errors import DamagedCheckpointError, NoCheckpointError
+from trainwright.checkpointing.protocol import Files
+
+from .manifest import Manifest, file_name, read_manifest
+
+_COMMITTED = re.compile(r"step-[0-9]{8,}-[0-9a-f]{8}")
+_PASSING = re.compile(r"\.(?:saving|removing)-step-[0-9]{8,}-[0-9a-f]{8}-(.+)")
+
+
+@attrs.frozen
+class Saved:
+    """A checkpoint whose manifest is intact and whose files are all there, at their full length."""
+
+    folder: Path
+    manifest: Manifest
+
+
+@attrs.frozen
+class Catalog:
+    """All that was found in a folder.
+
+    Args:
+        complete: Complete checkpoints of all runs, in the order of saving.
+        broken: (folder, reason) of what bears a checkpoint's name and is not complete.
+        passing: (folder, run) of what a save or a removal was busy with when it ended, or still is.
+        last_sequence: The highest number of any manifest that could be read; 0 if there is none.
+    """
+
+    complete: tuple[Saved, ...]
+    broken: tuple[tuple[Path, str], ...]
+    passing: tuple[tuple[Path, str], ...]
+    last_sequence: int
+
+    def of_run(self, run: str | None) -> tuple[Saved, ...]:
+        """Return the complete checkpoints of one run, or with None of all."""
+        return tuple(saved for saved in self.complete if run in (None, saved.manifest.run))
+
+    def choose(self, run: str | None, step: int | None, root: Path) -> Saved:
+        """Return the newest complete checkpoint, of ``step`` if one is named.
+
+        Raises:
+            NoCheckpointError: There is none; the message says what there is.
+        """
+        for saved in reversed(self.of_run(run)):
+            if step in (None, saved.manifest.step):
+                return saved
+        wanted = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
+        of_run = "" if run is None else f" of run {run!r}"
+        there = [f"step {s.manifest.step} of run {s.manifest.run!r}" for s in self.complete]
+        broken = [f"{folder.name} ({reason})" for folder, reason in self.broken]
+        raise NoCheckpointError(
+            f"{root} holds no {wanted}{of_run}; complete: {', '.join(there[-10:]) or 'none'}; "
+            f"incomplete: {', '.join(broken[-10:]) or 'none'}"
+        )
+
+
+def read_catalog(files: Files, root: Path) -> Catalog:
+    """Look at every folder in ``root``.
+
+    Raises:
+        OSError: ``root`` is there and cannot be listed.
+    """
+    complete: list[Saved] = []
+    broken: list[tuple[Path, str]] = []
+    passing: list[tuple[Path, str]] = []
+    last_sequence = 0
+    for name in sorted(files.names(root)):
+        folder = root / name
+        match = _PASSING.fullmatch(name)
+        if match:
+            passing.append((folder, match[1]))
+        if not _COMMITTED.fullmatch(name):
+            continue
+        try:
+            manifest = read_manifest(files, folder)
+            last_sequence = max(last_sequence, manifest.sequence)
+            check_lengths(files, folder, manifest)
+            complete.append(Saved(folder, manifest))
+        except (OSError, DamagedCheckpointError) as error:
+            broken.append((folder, f"{type(error).__name__}: {error}"))
+    complete.sort(key=lambda saved: saved.manifest.sequence)
+    return Catalog(tuple(complete), tuple(broken), tuple(passing), last_sequence)
+
+
+def check_lengths(files: Files, folder: Path, manifest: Manifest) -> None:
+    """Raise unless every file of the manifest is in ``folder``, at its full length.
+
+    Raises:
+        OSError: A file is missing.
+        DamagedCheckpointError: A file has another length.
+    """
+    for rank, record in enumerate(manifest.files):
+        if record is None:
+            continue
+        path = folder / file_name(rank)
+        found = files.size(path)
+        if found != record.size:
+            raise DamagedCheckpointError(
+                f"{path} is damaged: length: expected {record.size}, found {found}"
+            )
+
+
+def choose_removals(
+    saved: Sequence[Saved], keep: int, protect: Collection[int]
+) -> tuple[Saved, ...]:
+    """Return what retention removes: all but the ``keep`` saved last and the protected steps.
+
+    Args:
+        saved: Complete checkpoints of one run, in the order of saving.
+        keep: How many of the newest stay, at least 1.
+        protect: Steps whose newest checkpoint stays besides.
+    """
+    newest = {entry.manifest.step: entry for entry in saved}
+    spared = [newest[step] for step in protect if step in newest]
+    return tuple(entry for entry in saved[:-keep] if entry not in spared)
+
+
+def committed_name(step: int, token: str) -> str:
+    """Return the name of a complete checkpoint's folder; ``token``: 8 hexadecimal digits."""
+    return f"step-{step:08d}-{token}"
+
+
+def saving_name(name: str, run: str) -> str:
+    """Return the name of the folder while the checkpoint is being written."""
+    return f".saving-{name}-{run}"
+
+
+def removing_name(name: str, run: str) -> str:
+    """Return the name of the folder while the checkpoint is being removed."""
+    return f".removing-{name}-{run}"

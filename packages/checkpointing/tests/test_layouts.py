@@ -1,0 +1,301 @@
+"""Any layout loads what any other saved, and nothing is written or read that need not be."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainwright.checkpointing.errors import MismatchError, TreeError
+from trainwright.checkpointing.state import Sharded, StateStore
+from trainwright.checkpointing.testing.files import CrashingFiles
+from trainwright.checkpointing.testing.layouts import DTYPES, layouts, random_tensors, shapes
+from trainwright.collectives import Box, LocalWorld, ShardSpec
+
+ROOT = Path("/runs/a")
+
+
+def _bits(tensor):
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _store(files, comm=None, layout=None, **options):
+    coordinates = layout.coordinates(comm.rank) if layout else {}
+    return StateStore(ROOT, comm, coordinates=coordinates, files=files, block_bytes=16, **options)
+
+
+def _save_cut(files, layout, tensors, plain):
+    def save(comm):
+        tree = {"model": layout.take(comm.rank, tensors), "plain": plain}
+        _store(files, comm, layout).save(1, tree)
+
+    LocalWorld(layout.world_size).run(save)
+
+
+def _load_cut(files, layout, tensors, plain):
+    def load(comm):
+        target = layout.empty(comm.rank, tensors)
+        wanted = {"model": target, "plain": dict.fromkeys(plain)}
+        return _store(files, comm, layout).load(wanted)
+
+    return LocalWorld(layout.world_size).run(load)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_layout_loads_bitwise_what_any_other_saved(data):
+    of_shapes = data.draw(shapes())
+    dtype = data.draw(st.sampled_from(DTYPES))
+    before = data.draw(layouts(of_shapes))
+    after = data.draw(layouts(of_shapes))
+    tensors = random_tensors(of_shapes, dtype, data.draw(st.integers(0, 2**16)))
+    plain = {"step": 3, "position": 2**70, "scale": 0.1}
+    files = CrashingFiles()
+
+    _save_cut(files, before, tensors, plain)
+    loaded = _load_cut(files, after, tensors, plain)
+
+    for rank, tree in enumerate(loaded):
+        assert tree["plain"] == plain
+        for path, leaf in tree["model"].items():
+            expected = after.specs[rank][path].extract(tensors[path])
+            assert torch.equal(_bits(leaf.tensor), _bits(expected))
+
+
+@given(data=st.data())
+def test_every_element_is_written_once_whatever_the_replicas(data):
+    of_shapes = data.draw(shapes())
+    layout = data.draw(layouts(of_shapes))
+    tensors = random_tensors(of_shapes, torch.float32, 0)
+    files = CrashingFiles()
+
+    _save_cut(files, layout, tensors, {})
+
+    written = 0
+    for path in files.paths():
+        if path.suffix == ".safetensors":
+            reader = files.open(path)
+            head = bytearray(8)
+            reader.read_into(0, memoryview(head))
+            written += reader.size - 8 - int.from_bytes(head, "little")
+    elements = sum(tensor.numel() for tensor in tensors.values())
+    parts = sum(len(specs) for specs in layout.specs)
+    most_blocks = -(-elements * 4 // 16) + parts
+    assert elements * 4 <= written <= elements * 4 + 4 * most_blocks
+
+
+@given(data=st.data())
+def test_one_process_loads_the_whole_of_any_layout(data):
+    of_shapes = data.draw(shapes())
+    layout = data.draw(layouts(of_shapes))
+    tensors = random_tensors(of_shapes, torch.bfloat16, 1)
+    files = CrashingFiles()
+    _save_cut(files, layout, tensors, {})
+
+    target = {path: torch.zeros_like(tensor) for path, tensor in tensors.items()}
+    _store(files).load({"model": target, "plain": {}})
+
+    for path, tensor in tensors.items():
+        assert torch.equal(_bits(target[path]), _bits(tensor))
+
+
+class CountingFiles(CrashingFiles):
+    """Counts the bytes read from tensor files."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_read = 0
+
+    def open(self, path):
+        reader = super().open(path)
+        if path.suffix == ".safetensors":
+            inner = reader.read_into
+
+            def read_into(offset, buffer):
+                self.num_read += len(buffer)
+                return inner(offset, buffer)
+
+            reader.read_into = read_into
+        return reader
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_load_reads_only_the_blocks_that_hold_its_part(part):
+    files = CountingFiles()
+    whole = torch.arange(4096, dtype=torch.float32).view(64, 64)
+    StateStore(ROOT, files=files, block_bytes=256).save(0, {"w": whole})
+    spec = ShardSpec.of_boxes("w", (64, 64), [Box((16 * part, 0), (16 * part + 16, 64))])
+    target = torch.zeros(16, 64)
+
+    files.num_read = 0
+    StateStore(ROOT, files=files).load({"w": Sharded(target, spec)})
+
+    assert torch.equal(target, whole[16 * part : 16 * part + 16])
+    header_and_table = 8 + 800 + 4 * 64
+    assert target.nbytes <= files.num_read <= target.nbytes + header_and_table
+
+
+def test_a_gated_weight_keeps_its_row_order_on_any_number_of_ranks():
+    """Rows 0..7 are gate, 8..15 up; four ranks hold two of each."""
+    rows = torch.arange(16.0).view(16, 1)
+    files = CrashingFiles()
+
+    def cut(rank, size):
+        half = 8 // size
+        boxes = [Box((low + rank * half, 0), (low + (rank + 1) * half, 1)) for low in (0, 8)]
+        return ShardSpec.of_boxes("w", (16, 1), boxes)
+
+    def save(comm):
+        spec = cut(comm.rank, comm.size)
+        _store(files, comm).save(1, {"w": Sharded(spec.extract(rows), spec)})
+
+    def load(comm):
+        spec = cut(comm.rank, comm.size)
+        tensor = torch.zeros(spec.local_shape)
+        _store(files, comm).load({"w": Sharded(tensor, spec)})
+        whole = torch.zeros(16, 1)
+        spec.insert(tensor, whole)
+        return whole
+
+    LocalWorld(4).run(save)
+    for size in (1, 2, 8):
+        assert torch.equal(sum(LocalWorld(size).run(load)), rows)
+
+
+@pytest.mark.parametrize("before", [2, 4])
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_padded_buckets_are_read_at_the_offsets_of_their_elements(before, after):
+    """Two flat buckets of 5 and 3 elements, padded where the ranks cut them; padding is no data."""
+    buckets = {"m/0": torch.arange(1.0, 6.0), "m/1": torch.arange(11.0, 14.0)}
+    files = CrashingFiles()
+
+    def pieces(comm):
+        tree = {}
+        for name, bucket in buckets.items():
+            chunk = -(-len(bucket) // comm.size)
+            start = min(comm.rank * chunk, len(bucket))
+            stop = min(start + chunk, len(bucket))
+            spec = ShardSpec.full(name, bucket.shape).narrow(start, stop)
+            tree[name.replace("/", "_")] = Sharded(bucket[start:stop].clone(), spec)
+        return tree
+
+    def load(comm):
+        tree = pieces(comm)
+        for leaf in tree.values():
+            leaf.tensor.zero_()
+        _store(files, comm).load(tree)
+        return [leaf.tensor for leaf in tree.values()]
+
+    LocalWorld(before).run(lambda comm: _store(files, comm).save(1, pieces(comm)))
+    loaded = LocalWorld(after).run(load)
+
+    for number, bucket in enumerate(buckets.values()):
+        assert torch.equal(torch.cat([rank[number] for rank in loaded]), bucket)
+
+
+def test_each_rank_gets_its_own_random_stream_back():
+    files = CrashingFiles()
+    sizes = {"pp": 2, "tp": 2}
+
+    def row(comm, state):
+        spec = ShardSpec.of_boxes(
+            "rng", (comm.size, len(state)), [Box((comm.rank, 0), (comm.rank + 1, len(state)))]
+        )
+        return Sharded(state.view(1, -1), spec)
+
+    def save(comm):
+        generator = torch.Generator().manual_seed(comm.rank)
+        torch.rand(comm.rank + 1, generator=generator)
+        store = _store(files, comm)
+        store.save(1, {"rng": row(comm, generator.get_state())})
+        return torch.rand(3, generator=generator)
+
+    def resume(comm):
+        generator = torch.Generator()
+        state = generator.get_state()
+        _store(files, comm).load({"rng": row(comm, state)})
+        generator.set_state(state)
+        return torch.rand(3, generator=generator)
+
+    world = LocalWorld(sizes["pp"] * sizes["tp"])
+    expected = world.run(save)
+    found = world.run(resume)
+
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert len({tuple(numbers.tolist()) for numbers in found}) == 4
+
+
+def test_what_differs_between_ranks_is_not_saved_as_if_it_were_the_same():
+    files = CrashingFiles()
+
+    def save(comm):
+        tree = {"rng": torch.full((4,), comm.rank), "loss": 0.5 * comm.rank, "step": 3}
+        _store(files, comm).save(1, tree)
+
+    with pytest.raises(TreeError, match=r"rank 1") as caught:
+        LocalWorld(3).run(save)
+    assert "rng: not the same as on rank 0" in str(caught.value)
+    assert "loss: not the same as on rank 0" in str(caught.value)
+    assert "step:" not in str(caught.value)
+    assert list(files.paths()) == []
+
+
+def test_a_forgotten_replicated_axis_is_an_error_at_the_save():
+    def save(comm):
+        _store(CrashingFiles(), comm).save(
+            1, {"w": Sharded(torch.ones(4), ShardSpec.full("w", (4,)))}
+        )
+
+    with pytest.raises(TreeError, match=r"would be written 2 times.*replicated"):
+        LocalWorld(2).run(save)
+
+
+def test_elements_that_no_rank_holds_are_an_error_at_the_save():
+    def save(comm):
+        spec = ShardSpec.full("w", (5,)).narrow(2 * comm.rank, 2 * comm.rank + 2)
+        _store(CrashingFiles(), comm).save(1, {"w": Sharded(torch.ones(2), spec)})
+
+    with pytest.raises(TreeError, match="only 4 of its 5 elements"):
+        LocalWorld(2).run(save)
+
+
+def test_ranks_that_disagree_about_a_shape_are_an_error_at_the_save():
+    def save(comm):
+        rows = 4 + 2 * comm.rank
+        spec = ShardSpec.full("w", (rows,)).narrow(2 * comm.rank, 2 * comm.rank + 2)
+        _store(CrashingFiles(), comm).save(1, {"w": Sharded(torch.ones(2), spec)})
+
+    with pytest.raises(TreeError, match="another rank says another shape or dtype"):
+        LocalWorld(2).run(save)
+
+
+def test_ranks_that_save_different_steps_are_an_error():
+    with pytest.raises(TreeError, match="step 1 here, step 0 on rank 0"):
+        LocalWorld(2).run(lambda comm: _store(CrashingFiles(), comm).save(comm.rank, {"a": 1}))
+
+
+def test_a_replicated_axis_without_a_coordinate_is_an_error_on_every_rank():
+    def save(comm):
+        spec = ShardSpec.full("w", (4,), replicated=("dp",))
+        tree = {"w": Sharded(torch.ones(4), spec)} if comm.rank == 1 else {}
+        _store(CrashingFiles(), comm).save(1, tree)
+
+    with pytest.raises(TreeError, match="replicated on axis 'dp'"):
+        LocalWorld(2).run(save)
+
+
+def test_a_tensor_of_one_stage_that_nobody_wants_any_more_is_reported_by_name():
+    files = CrashingFiles()
+    spec = ShardSpec.full("x", (2,))
+
+    def save(comm):
+        _store(files, comm).save(1, {f"stage{comm.rank}": Sharded(torch.ones(2), spec)})
+
+    def load(comm):
+        wanted = {"stage0": Sharded(torch.ones(2), spec)} if comm.rank == 0 else {}
+        _store(files, comm).load(wanted)
+
+    LocalWorld(2).run(save)
+    with pytest.raises(MismatchError, match="stage1: expected nothing of that path, found"):
+        LocalWorld(3).run(load)
