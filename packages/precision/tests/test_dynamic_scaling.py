@@ -523,3 +523,19 @@ def test_a_scale_that_moves_between_forward_and_backward_disturbs_no_graph():
     waiting.backward()
 
     assert weight.grad.item() == 8.0
+
+
+def test_scaling_and_unscaling_never_make_the_host_wait():
+    # Meta tensors have no values: reading one back raises.
+    weight = nn.Parameter(torch.ones(3, device="meta"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = DynamicLossScaler()
+
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    given = DynamicLossScaler()
+    given.unscale_(optimizer, non_finite=torch.zeros((), device="meta"))
+
+    assert given.unscaled(weight.grad).device.type == "meta"
+    with pytest.raises(RuntimeError, match="meta"):
+        scaler.step(optimizer)

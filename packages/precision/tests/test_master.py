@@ -424,3 +424,15 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(spoil, message
         optimizer.load_state_dict(state)
 
     assert equal_states(optimizer.state_dict(), before)
+
+
+def test_a_step_of_the_masters_never_makes_the_host_wait():
+    # Meta tensors have no values: reading one back raises.
+    weight = nn.Parameter(torch.ones(3, dtype=BF16, device="meta"))
+    optimizer = MasterWeights([("w", weight)], OPTIMIZERS["sgd"])
+
+    (weight * 2).sum().backward()
+    optimizer.step()
+
+    assert weight.grad.dtype == FP32
+    assert optimizer.state[weight]["momentum_buffer"].device.type == "meta"

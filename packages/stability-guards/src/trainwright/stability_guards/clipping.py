@@ -1,0 +1,199 @@
+"""Clipping by the global norm: one coefficient for all gradients, none where it is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+
+from trainwright.collectives import Communicator
+from trainwright.stability_guards.errors import (
+    GuardError,
+    NonFiniteGradientError,
+    NotAvailableError,
+)
+from trainwright.stability_guards.norms import global_norm
+
+Parameters = torch.Tensor | Iterable[torch.Tensor | tuple[str, torch.Tensor]]
+
+_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return what to multiply gradients by so that their norm is at most ``max_norm``.
+
+    Args:
+        norm: global norm of the gradients, 0-d.
+        max_norm: the bound; ``math.inf`` for none.
+
+    Returns:
+        ``min(1, max_norm / (norm + 1e-6))`` as in torch, 0-d with the norm's dtype and device;
+        1 where the norm is infinite or NaN. The host does not wait.
+
+    Raises:
+        GuardError: ``max_norm`` is not positive.
+    """
+    _check_max_norm(max_norm)
+    coefficient = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+    # Selected, not masked by a product: zero times infinity would be NaN.
+    return torch.where(torch.isfinite(norm), coefficient, torch.ones_like(coefficient))
+
+
+@torch.no_grad()
+def clip_(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Scale gradients in place so that their norm, known already, is at most ``max_norm``.
+
+    Args:
+        gradients: the gradients on this rank, of any devices and dtypes.
+        norm: their global norm, 0-d, in the same units: unscale both or neither.
+        max_norm: the bound; ``math.inf`` for none.
+
+    Returns:
+        0-d bool tensor: True where the norm is not finite and the gradients were left untouched,
+        so that the step must be skipped. The host does not wait.
+
+    Raises:
+        GuardError: ``max_norm`` is not positive.
+    """
+    coefficient = clip_coefficient(norm, max_norm)
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), same_kind in kinds.items():
+        # A coefficient in bfloat16 would be off by up to 1/256.
+        wide = torch.promote_types(dtype, torch.float32)
+        torch._foreach_mul_(same_kind, coefficient.to(device, wide, non_blocking=True))
+    return ~torch.isfinite(norm)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    communicator: Communicator | None = None,
+    sharded: bool | Callable[[torch.Tensor], bool] = True,
+) -> torch.Tensor:
+    """Clip the gradients of ``parameters`` by their norm over all ranks; return that norm.
+
+    Takes the place of ``torch.nn.utils.clip_grad_norm_``, with differences: a non-finite norm
+    leaves the gradients untouched, each parameter counts once, 16-bit gradients are normed in
+    float32, and the norm may go over ranks.
+
+    Args:
+        parameters: parameters, or (name, parameter) pairs for a message with names.
+        max_norm: the bound; ``math.inf`` for none.
+        norm_type: p of the p-norm, positive or ``math.inf``.
+        error_if_nonfinite: raise where the norm is not finite; the host waits for the device.
+        communicator: the ranks that hold the shards; None where this process holds everything.
+        sharded: which parameters differ from rank to rank; those that do not are the same on all
+            ranks and count on rank 0 only.
+
+    Returns:
+        The norm before clipping, 0-d, at least float32, the same on every rank. It is infinite or
+        NaN exactly where nothing was clipped and the step must be skipped.
+
+    Raises:
+        GuardError: ``max_norm`` or ``norm_type`` is out of range.
+        NonFiniteGradientError: on every rank alike, naming this rank's non-finite parameters.
+
+    Communicates:
+        One all-reduce of 8 bytes (SUM), or 16 (MAX) for the infinity norm.
+    """
+    _check_max_norm(max_norm)
+    _check_norm_type(norm_type)
+    named = _with_gradients(parameters)
+    counted = [p for _, p in named if _counts_here(p, communicator, sharded)]
+    gradients = [_local(name, p) for name, p in named]
+    norm = global_norm([_local("", p) for p in counted], norm_type, communicator)
+    if gradients:
+        widest = torch.float32
+        for gradient in gradients:
+            widest = torch.promote_types(widest, gradient.dtype)
+        norm = norm.to(gradients[0].device, widest)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise NonFiniteGradientError(_non_finite_message(norm, named, communicator))
+    clip_(gradients, norm, max_norm)
+    return norm
+
+
+@torch.no_grad()
+def non_finite_names(parameters: Parameters) -> tuple[str, ...]:
+    """Return the names of this rank's parameters whose gradient is not finite.
+
+    Args:
+        parameters: (name, parameter) pairs, or parameters, which are named by their place.
+
+    Returns:
+        Names in the given order; the host waits for the device once.
+    """
+    named = _with_gradients(parameters)
+    if not named:
+        return ()
+    device = named[0][1].device
+    flags = [torch.isfinite(_local(name, p)).all().to(device) for name, p in named]
+    finite = torch.stack(flags).tolist()
+    return tuple(name for (name, _), good in zip(named, finite, strict=True) if not good)
+
+
+def _with_gradients(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
+    entries = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    once: dict[torch.Tensor, str] = {}
+    for index, entry in enumerate(entries):
+        name, parameter = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
+        if parameter.grad is not None:
+            once.setdefault(parameter, name)
+    return [(name, parameter) for parameter, name in once.items()]
+
+
+def _counts_here(
+    parameter: torch.Tensor,
+    communicator: Communicator | None,
+    sharded: bool | Callable[[torch.Tensor], bool],
+) -> bool:
+    if communicator is None or communicator.rank == 0:
+        return True
+    return sharded if isinstance(sharded, bool) else sharded(parameter)
+
+
+def _local(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if hasattr(gradient, "to_local"):
+        raise NotAvailableError(
+            f"the gradient of {name} is a DTensor, which is not available yet; give local tensors "
+            "and a communicator"
+        )
+    if gradient.is_sparse:
+        raise NotAvailableError(
+            f"the gradient of {name} is sparse, which is not available yet; make it dense"
+        )
+    return gradient
+
+
+def _non_finite_message(
+    norm: torch.Tensor,
+    named: list[tuple[str, torch.Tensor]],
+    communicator: Communicator | None,
+) -> str:
+    rank = 0 if communicator is None else communicator.rank
+    names = non_finite_names(named)
+    if names:
+        return f"the norm is {norm.item()}: on rank {rank} gradients of {', '.join(names)}"
+    return (
+        f"the norm is {norm.item()} though every gradient on rank {rank} is finite: another rank's "
+        "is not, or its powers overflow"
+    )
+
+
+def _check_max_norm(max_norm: float) -> None:
+    if not max_norm > 0.0:
+        raise GuardError(f"max_norm must be positive, got {max_norm}; math.inf clips nothing")
+
+
+def _check_norm_type(norm_type: float) -> None:
+    if not isinstance(norm_type, int | float) or not norm_type > 0.0 or math.isnan(norm_type):
+        raise GuardError(f"norm_type must be positive or math.inf, got {norm_type!r}")
