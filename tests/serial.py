@@ -17,7 +17,7 @@ from trainwright.integration.model import ModelShape, PlainLayers, build_stage, 
 from trainwright.sharding import placements_of
 
 LICENSE = Path(__file__).parents[1] / "LICENSE"
-GROUPED = ModelShape(width=32, layers=8, heads=8, kv_heads=4, mlp_width=64)
+GROUPED = ModelShape(width=64, layers=8, heads=8, kv_heads=4, mlp_width=128)
 UNGROUPED = attrs.evolve(GROUPED, kv_heads=8)
 """The same with as many key/value heads as query heads, so that tp=8 divides them."""
 
@@ -111,7 +111,7 @@ class SerialRun:
         for gradient in gradients.values():
             gradient.mul_(factor)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._rate()
+            group["lr"] = learning_rate(self.config, self.step_index)
         self.optimizer.step()
         outcome = Outcome(
             loss=loss_sum / labels.numel(),
@@ -123,12 +123,14 @@ class SerialRun:
         self.step_index += 1
         return outcome
 
-    def _rate(self) -> float:
-        peak, warmup, total = self.config.lr, self.config.warmup, self.config.steps
-        if self.step_index < warmup:
-            return peak * (self.step_index + 1) / warmup
-        share = (self.step_index + 1 - warmup) / (total - warmup)
-        return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(share, 1.0))))
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """Return the rate of an update: linear warm-up, then a cosine down to a tenth of the peak."""
+    peak, warmup, total = config.lr, config.warmup, config.steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = (step - warmup) / (total - warmup)
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share)))
 
 
 def _moment(state: dict[str, torch.Tensor], name: str, like: torch.Tensor) -> torch.Tensor:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
-import attrs
 import pytest
 import torch
 
 from tests.layouts import step_in_layout, trajectory
-from tests.serial import GROUPED, UNGROUPED, Outcome, SerialRun, Snapshot, settings
+from tests.serial import GROUPED, UNGROUPED, Outcome, SerialRun, Snapshot, learning_rate, settings
 from trainwright.integration.config import RunConfig
 from trainwright.integration.model import ModelShape
 
 STEPS = (0, 1, 5, 20, 50)
 STEP_TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 TRAJECTORY_TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+SPLITS = (2, 6)
 TRAJECTORY_FLOOR = {"float32": 1e-6, "float64": 1e-13}
 
 
@@ -77,10 +78,36 @@ def assert_same_step(config: RunConfig, step: int) -> None:
     assert math.isclose(outcome.loss, expected.loss, rel_tol=tolerance)
     assert math.isclose(outcome.norm, expected.norm, rel_tol=tolerance)
     for name, gradient in expected.gradients.items():
-        assert_close(f"gradient of {name}", outcome.gradients[name], gradient, tolerance)
-        if gradient.any():
-            weight = expected.weights[name]
-            assert_close(f"updated {name}", outcome.weights[name], weight, tolerance)
+        found = outcome.gradients[name]
+        assert_close(f"gradient of {name}", found, gradient, tolerance)
+        # The update that the serial optimizer makes of these very gradients.
+        made = adamw(before, name, found, config)
+        assert_close(f"update of {name}", outcome.weights[name], made, tolerance)
+        # Adam divides a gradient by its own size: of an element whose gradient is float32
+        # rounding noise it makes a full step in a random direction, in any two summation orders.
+        # Such elements are held by the line above alone; in float64 there are none.
+        noisy = (found - gradient).abs() > 1e-3 * gradient.abs()
+        if config.dtype == "float64":
+            noisy = torch.zeros_like(noisy)
+        assert noisy.float().mean() < 0.01
+        weight = expected.weights[name]
+        updated = torch.where(noisy, weight, outcome.weights[name])
+        assert_close(f"updated {name}", updated, weight, tolerance)
+
+
+def adamw(before: Snapshot, name: str, gradient: torch.Tensor, config: RunConfig) -> torch.Tensor:
+    """Return the weight after one step of AdamW, written out as the paper has it.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
+    """
+    lr = learning_rate(config, before.step)
+    weight = before.weights[name]
+    first = 0.9 * before.first_moments[name] + 0.1 * gradient
+    second = 0.95 * before.second_moments[name] + 0.05 * gradient.square()
+    unbiased_first = first / (1 - 0.9 ** (before.step + 1))
+    unbiased_second = second / (1 - 0.95 ** (before.step + 1))
+    decay = config.weight_decay if weight.dim() > 1 else 0.0
+    return weight * (1 - lr * decay) - lr * unbiased_first / (unbiased_second.sqrt() + 1e-8)
 
 
 def assert_close(what: str, found: torch.Tensor, right: torch.Tensor, tolerance: float) -> None:
@@ -138,21 +165,30 @@ def serial_losses(
 
 
 def assert_same_trajectory(config: RunConfig) -> None:
+    """Check that loss and norm stay as close to the serial run as it stays to itself.
+
+    The serial run is repeated with its batch in other parts: what that changes is what one
+    summation order is worth. Where that is more than a twentieth of the tolerance (the norm in
+    float32: Adam turns rounding noise of its first gradients into whole steps), twenty times that
+    is the bound.
+    """
     shape = _shape(config.layout)
     serial = serial_losses(config.dtype, shape, 1)
-    split = serial_losses(config.dtype, shape, 4)
+    others = [serial_losses(config.dtype, shape, splits) for splits in SPLITS]
 
-    records = trajectory(attrs.evolve(config), shape)
+    records = trajectory(config, shape)
 
     assert serial[0][0] - serial[0][-1] >= 2.0
     found = ([r.loss for r in records], [r.grad_norm for r in records])
-    for what, run, right, other in zip(("loss", "norm"), found, serial, split, strict=True):
-        itself = max(_apart(a, b) for a, b in zip(other, right, strict=True))
-        apart = max(_apart(a, b) for a, b in zip(run, right, strict=True))
-        print(f"{config.layout} {config.dtype} {what}: {apart:.1e}, serial itself {itself:.1e}")
+    for index, what in enumerate(("loss", "norm")):
+        itself = max(_apart(other[index], serial[index]) for other in others)
+        apart = _apart(found[index], serial[index])
         bound = max(20 * itself, TRAJECTORY_FLOOR[config.dtype])
-        assert apart <= min(TRAJECTORY_TOLERANCE[config.dtype], bound), (what, apart, itself)
+        if what == "loss" or config.dtype == "float64":
+            bound = min(bound, TRAJECTORY_TOLERANCE[config.dtype])
+        print(f"{config.layout} {config.dtype} {what}: {apart:.1e}, serial itself {itself:.1e}")
+        assert apart <= bound, (what, apart, itself)
 
 
-def _apart(found: float, right: float) -> float:
-    return abs(found - right) / abs(right)
+def _apart(found: Sequence[float], right: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, right, strict=True))

@@ -70,7 +70,8 @@ def parser() -> argparse.ArgumentParser:
     add("--data", help="a text file or a folder of them (default: Python's standard library)")
     for name, kind, text in _NUMBERS:
         default = getattr(defaults, name)
-        add("--" + name.replace("_", "-"), type=kind, help=f"{text} (default {default})")
+        shown = "" if default is None else f" (default {default})"
+        add("--" + name.replace("_", "-"), type=kind, help=text + shown)
     add("--dtype", help=f"one of {', '.join(DTYPES)} (default {defaults.dtype})")
     add("--schedule", help=f"one of {', '.join(SCHEDULES)} (default {defaults.schedule})")
     add("--zero", type=int, help=f"sharded data parallelism, one of {ZERO_STAGES} (default 0)")
@@ -90,7 +91,7 @@ _NUMBERS: tuple[tuple[str, type, str], ...] = (
     ("global_batch", int, "sequences a step over all data ranks"),
     ("sequence_length", int, "bytes a sequence"),
     ("lr", float, "peak learning rate"),
-    ("warmup", int, "updates of rising learning rate"),
+    ("warmup", int, "updates of rising learning rate (default 50, at most a quarter of all)"),
     ("weight_decay", float, "decay of matrices"),
     ("clip", float, "largest gradient norm"),
     ("save_every", int, "steps between checkpoints, 0 for the end only"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from trainwright.checkpointing.activations import parse_policy
 from trainwright.integration.data.reader import check_batch
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.model import ModelShape, preset
@@ -56,7 +57,8 @@ class RunConfig:
         global_batch: sequences a step over all data ranks.
         sequence_length: tokens a sequence.
         lr: peak learning rate.
-        warmup: updates over which the learning rate rises.
+        warmup: updates over which the learning rate rises; None takes 50, at most a quarter of
+            the steps.
         weight_decay: of matrices; norms have none.
         clip: largest gradient norm.
         zero: stage of sharded data parallelism.
@@ -79,8 +81,10 @@ class RunConfig:
     microbatches: int = attrs.field(default=2, validator=_positive)
     global_batch: int = attrs.field(default=16, validator=_positive)
     sequence_length: int = attrs.field(default=128, validator=_positive)
-    lr: float = attrs.field(default=3e-3, validator=_positive)
-    warmup: int = attrs.field(default=50, validator=_not_negative)
+    lr: float = attrs.field(default=1e-3, validator=_positive)
+    warmup: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_not_negative)
+    )
     weight_decay: float = attrs.field(default=0.1, validator=_not_negative)
     clip: float = attrs.field(default=1.0, validator=_positive)
     zero: int = attrs.field(default=0, validator=_one_of(ZERO_STAGES))
@@ -95,8 +99,13 @@ class RunConfig:
         """The layout as a mesh shape."""
         try:
             return MeshShape.parse(self.layout)
-        except ValueError as error:
+        except (ValueError, NotImplementedError) as error:
             raise ConfigError(f"--layout {self.layout}: {error}") from error
+
+    @property
+    def warmup_steps(self) -> int:
+        """Updates over which the learning rate rises."""
+        return min(50, self.steps // 4) if self.warmup is None else self.warmup
 
     @property
     def shape(self) -> ModelShape:
@@ -165,6 +174,15 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
             f"{config.model} has {shape.layers}; pp up to {shape.layers} works"
         )
     check_batch(config.global_batch, mesh.dp, config.microbatches)
+    if config.warmup_steps > config.steps:
+        raise ConfigError(
+            f"--warmup {config.warmup} must be at most --steps {config.steps}, "
+            "the last update of the run"
+        )
+    try:
+        parse_policy(config.recompute)
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"--recompute {config.recompute}: {error}") from error
 
 
 def _tp_fits(shape: ModelShape, tp: int) -> bool:

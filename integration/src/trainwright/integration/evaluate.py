@@ -33,9 +33,10 @@ def evaluate(parts: Parts, tokens_NS: torch.Tensor, labels_NS: torch.Tensor) -> 
 
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     if len(tokens):
-        result = parts.executor.evaluate(inputs, len(tokens))
-        sums[0] = result.loss_sum * parts.counts_tokens
+        sums[0] = parts.executor.evaluate(inputs, len(tokens)).loss_sum
     sums[1] = float((labels != IGNORE).sum()) * parts.counts_tokens
+    # Tensor-parallel ranks hold the same sums; the first of them speaks.
+    sums *= float(parts.mesh.coordinate("tp") == 0)
     parts.mesh.world.all_reduce(sums).wait()
     return float(sums[0] / sums[1])
 

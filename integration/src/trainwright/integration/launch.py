@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from trainwright.collectives import Communicator, LocalWorld, TorchCommunicator
+from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.errors import ConfigError
 
 T = TypeVar("T")
@@ -72,6 +72,8 @@ def run_as_worker(place: Place, work: Callable[[Communicator], T]) -> T:
         timeout=timedelta(seconds=TIMEOUT_S),
         device_id=device if use_cuda else None,
     )
+    from trainwright.collectives.torch_communicator import TorchCommunicator
+
     world = TorchCommunicator(device=device)
     try:
         result = work(world)

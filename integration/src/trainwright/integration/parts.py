@@ -27,16 +27,10 @@ from trainwright.pipeline_schedules import (
     sequential,
     split_layers,
 )
-from trainwright.pipeline_schedules.execute import PipelineExecutor
+from trainwright.pipeline_schedules.execute import BoundarySpec, PipelineExecutor, TensorSpec
 from trainwright.precision import policy
-from trainwright.sharding import (
-    DataParallel,
-    Mesh,
-    Piece,
-    ShardPolicy,
-    data_parallel,
-    placements_of,
-)
+from trainwright.sharding import Mesh, placements_of
+from trainwright.sharding.data import DataParallel, Piece, ShardPolicy, data_parallel
 from trainwright.stability_guards import Guard, NonFiniteGuard, decay_groups, warmup_cosine
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
@@ -44,6 +38,9 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "sequential": sequential,
 }
+
+KEEP_FP32 = ("*norm.weight",)
+"""Norms stay in at least float32 whatever the dtype of the run."""
 
 BETAS = (0.9, 0.95)
 FLOOR_SHARE = 0.1
@@ -72,8 +69,8 @@ class Parts:
     """What the recipe needs, on this rank.
 
     Args:
-        counts_tokens: 1.0 on the ranks whose loss and token counts enter the global sums, else 0.0:
-            tensor-parallel ranks and earlier stages see the same tokens.
+        counts_tokens: 1.0 on the stage whose token counts enter the global sums, else 0.0: earlier
+            stages see the same tokens.
     """
 
     config: RunConfig
@@ -128,7 +125,7 @@ def assemble(
     stage = build_model(config, shape, mesh)
     placements = placements_of(stage)
     initialize_(stage, placements, shape, config.seed)
-    dtypes = policy(config.dtype)
+    dtypes = policy(config.dtype, keep_fp32=KEEP_FP32)
     model = data_parallel(
         stage,
         mesh,
@@ -142,6 +139,7 @@ def assemble(
         mesh.communicator("pp"),
         loss=stage.loss,
         reducers={stage_index: model},
+        boundary=boundary(config, shape, layout.pp),
     )
     data = mesh.communicator("dp", "cp")
     reader = Reader(
@@ -154,7 +152,6 @@ def assemble(
         data_size=layout.dp,
         device=world.device,
     )
-    counts = stage.is_last and mesh.coordinate("tp") == 0
     return Parts(
         config=config,
         mesh=mesh,
@@ -163,11 +160,11 @@ def assemble(
         executor=executor,
         optimizer=build_optimizer(config, model.pieces),
         learning_rate=warmup_cosine(
-            config.lr, config.warmup, config.steps, floor=config.lr * FLOOR_SHARE
+            config.lr, config.warmup_steps, config.steps, floor=config.lr * FLOOR_SHARE
         ),
         guard=NonFiniteGuard(),
         feed=Feed(reader, data),
-        counts_tokens=1.0 if counts else 0.0,
+        counts_tokens=1.0 if stage.is_last else 0.0,
     )
 
 
@@ -184,11 +181,18 @@ def build_model(config: RunConfig, shape: ModelShape, mesh: Mesh) -> DecoderStag
     return stage.to(device=mesh.world.device, dtype=dtype)
 
 
+def boundary(config: RunConfig, shape: ModelShape, stages: int) -> BoundarySpec:
+    """Return what stages hand on: the residual stream of one microbatch."""
+    rows = config.global_batch // (config.mesh.dp * config.microbatches)
+    size = (rows, config.sequence_length, shape.width)
+    return BoundarySpec.uniform(stages, TensorSpec(size, policy(config.dtype).compute))
+
+
 def build_optimizer(config: RunConfig, pieces: dict[str, Piece]) -> torch.optim.Optimizer:
     """Build AdamW over the pieces of this rank; weights of two and more dims decay."""
     groups = decay_groups(
-        {name: piece.parameter for name, piece in pieces.items()},
+        [(name, piece.parameter) for name, piece in pieces.items()],
         config.weight_decay,
-        ndims={name: len(piece.spec.global_shape) for name, piece in pieces.items()},
+        logical_ndim={name: len(piece.spec.global_shape) for name, piece in pieces.items()},
     )
     return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, eps=1e-8, fused=True)

@@ -9,7 +9,7 @@ import attrs
 
 from trainwright.integration.parts import Parts, Progress
 from trainwright.sharding import StepTotals, one_norm
-from trainwright.stability_guards import Report, Verdict, clip_
+from trainwright.stability_guards import HaltError, Verdict, clip_, report_from_totals
 
 Observer = Callable[["StepRecord"], None]
 """Called on every rank after each step."""
@@ -38,15 +38,11 @@ class StepRecord:
     verdict: Verdict
 
 
-class TrainingHaltedError(RuntimeError):
-    """A guard stopped the run; every rank raises it at the same step."""
-
-
 def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) -> None:
     """Train until ``parts.steps`` steps are made; ``progress`` says where to begin and moves along.
 
     Raises:
-        TrainingHaltedError: the guard's verdict is HALT.
+        HaltError: the guard stopped the run; every rank raises it at the same step.
 
     Communicates: the pipeline's boundary tensors, the reduction of each gradient bucket, and one
     float64 all-reduce over the world with norm, loss and token count.
@@ -62,7 +58,7 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
             loss_sum=result.loss_sum,
             tokens=batch.tokens * parts.counts_tokens,
         )
-        report = _report(progress, totals)
+        report = report_from_totals(progress.step, totals)
         progress.guard_state, verdict = parts.guard.update(progress.guard_state, report)
         lr = _OUTCOMES[verdict](parts, progress, totals)
         parts.model.zero_grad()
@@ -78,17 +74,6 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
         )
         for observe in observers:
             observe(record)
-
-
-def _report(progress: Progress, totals: StepTotals) -> Report:
-    tokens = int(totals.tokens)
-    return Report(
-        step=progress.step,
-        loss=float(totals.loss_sum) / max(tokens, 1),
-        norm=float(totals.norm),
-        non_finite=int(totals.non_finite),
-        tokens=tokens,
-    )
 
 
 def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
@@ -108,17 +93,13 @@ def _skip(parts: Parts, progress: Progress, totals: StepTotals) -> float:
 
 
 def _roll_back(parts: Parts, progress: Progress, totals: StepTotals) -> float:
-    raise TrainingHaltedError(
+    raise HaltError(
         f"step {progress.step}: the guard asked for a rollback, which is not available yet"
     )
 
 
 def _halt(parts: Parts, progress: Progress, totals: StepTotals) -> float:
-    raise TrainingHaltedError(
-        f"step {progress.step}: the guard stopped the run after {progress.skipped} skipped steps; "
-        f"loss sum {float(totals.loss_sum)}, norm {float(totals.norm)}, "
-        f"{int(totals.non_finite)} non-finite gradient elements; lower --lr or look at the data"
-    )
+    raise HaltError(f"{parts.guard.reason(progress.guard_state)}; lower --lr or look at the data")
 
 
 _OUTCOMES: dict[Verdict, Callable[[Parts, Progress, StepTotals], float]] = {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from pathlib import Path
 
 import attrs
 import numpy as np
 
-from trainwright.collectives import random
 from trainwright.integration.errors import DataError
 
 HELD_OUT_SHARE = 0.05
@@ -122,10 +122,14 @@ def _is_text(content: bytes) -> bool:
 
 def _held_out_names(names: list[str], share: float) -> set[str]:
     # A draw by name, not by position: adding a file moves no other file between the two parts.
-    draws = {n: float(random.uniform(random.Key(0, f"held-out/{n}"), (1,))[0]) for n in names}
-    ordered = sorted(names, key=lambda name: (draws[name], name))
-    held = [name for name in ordered if draws[name] < share] or ordered[:1]
+    ordered = sorted(names, key=_draw)
+    held = [name for name in ordered if _draw(name) < share] or ordered[:1]
     return set(held[: len(names) - 1])
+
+
+def _draw(name: str) -> float:
+    digest = hashlib.blake2b(name.encode(), digest_size=8, person=b"held-out").digest()
+    return int.from_bytes(digest, "little") / 2**64
 
 
 def _join(texts: list[bytes]) -> np.ndarray:

@@ -9,7 +9,7 @@ from torch import nn
 
 from trainwright.collectives import random
 from trainwright.integration.model.shape import ModelShape
-from trainwright.sharding import ParameterPlacement
+from trainwright.sharding import ParameterPlacement, draw_parameter_
 
 WEIGHT_STD = 0.02
 
@@ -36,14 +36,4 @@ def initialize_(
             continue
         writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         std = WEIGHT_STD / (2 * shape.layers) ** 0.5 if writes_residual else WEIGHT_STD
-        parts = [
-            random.normal(
-                random.Key(seed, name),
-                placement.global_shape,
-                box=box,
-                dtype=parameter.dtype,
-                device=parameter.device,
-            )
-            for box in placement.boxes
-        ]
-        parameter.copy_(torch.cat(parts).mul_(std))
+        draw_parameter_(parameter, placement, random.Key(seed, name), std)

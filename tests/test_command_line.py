@@ -1,0 +1,180 @@
+"""The command line tool on real processes: what it computes, and how it stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from trainwright.checkpointing.state import StateStore
+
+DEADLINE_S = 240.0
+COMMAND = [sys.executable, "-m", "trainwright.integration", "train"]
+SMALL = ["--sequence-length", "32", "--global-batch", "8", "--evaluate-sequences", "16"]
+SMALL += ["--sample-bytes", "8", "--dtype", "float64"]
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_bytes((Path(__file__).parents[1] / "LICENSE").read_bytes())
+    return path
+
+
+@contextmanager
+def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Start the tool in a session of its own; whatever is left of it in the end is killed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        for pid in members(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+
+
+def members(session: int) -> dict[int, int | None]:
+    """Return the living processes of a session and the rank of each that has one."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
+            found[int(folder.name)] = ranks[0] if ranks else None
+    return found
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def finish(arguments: list[str]) -> tuple[str, str]:
+    """Run the tool to its end; return what it printed. It must leave no process behind."""
+    with started(arguments) as process:
+        output, errors = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, errors
+        assert members(process.pid) == {}
+    return output, errors
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_eight_processes_train_in_3d_as_one_process_with_eight_threads_does(
+    tmp_path: Path, book: Path
+) -> None:
+    layout = ["--layout", "dp=2,tp=2,pp=2", "--steps", "4", "--zero", "1", "--data", str(book)]
+    processes, threads, serial = (tmp_path / name for name in ("processes", "threads", "serial"))
+
+    output, _ = finish([*layout, *SMALL, "--out", str(processes), "--json"])
+    finish([*layout, *SMALL, "--out", str(threads), "--threads-as-ranks"])
+    alone = ["--layout", "dp=1", "--steps", "4", "--data", str(book), "--threads-as-ranks"]
+    finish([*alone, *SMALL, "--out", str(serial)])
+
+    for folder in (threads, serial):
+        for found, right in zip(metrics(processes), metrics(folder), strict=True):
+            assert found["step"] == right["step"]
+            assert found["tokens"] == right["tokens"] == 8 * 32
+            assert found["lr"] == right["lr"]
+            for key in ("loss", "grad_norm"):
+                assert abs(found[key] - right[key]) <= 1e-10 * abs(right[key])
+    summary = json.loads(output)
+    assert summary["steps"] == summary["updates"] == 4
+    assert 0 < summary["held_out_loss"] < 6
+    assert 0 < summary["trigram_loss"] < summary["bigram_loss"]
+    assert {"config.json", "metrics.jsonl", "loss.png", "checkpoints"} <= {
+        path.name for path in processes.iterdir()
+    }
+    assert (processes / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert StateStore(processes / "checkpoints").latest() == 4
+
+
+def test_a_run_that_is_resumed_in_another_layout_goes_on_as_if_never_stopped(
+    tmp_path: Path, book: Path
+) -> None:
+    common = ["--threads-as-ranks", "--data", str(book), *SMALL, "--steps", "6", "--warmup", "2"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    finish([*common, "--layout", "dp=2,tp=2", "--out", str(whole)])
+
+    finish([*common, "--layout", "dp=2,tp=2", "--save-every", "3", "--out", str(parts)])
+    # As a crash after the first save would have left it.
+    store = parts / "checkpoints"
+    kept = StateStore(store)
+    newest = [path for path in store.iterdir() if "6" in path.name]
+    assert kept.steps() == [3, 6]
+    assert len(newest) == 1
+    newest[0].rename(tmp_path / "lost")
+    finish([*common, "--layout", "pp=2,dp=2", "--zero", "1", "--resume", str(parts)])
+
+    for found, right in zip(metrics(parts), metrics(whole), strict=True):
+        for key in ("step", "lr", "tokens"):
+            assert found[key] == right[key]
+        for key in ("loss", "grad_norm"):
+            assert abs(found[key] - right[key]) <= 1e-10 * abs(right[key])
+    superseded = (parts / "metrics.superseded.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in superseded] == [4, 5, 6]
+
+
+def test_a_killed_worker_stops_all_within_seconds_and_is_named(tmp_path: Path, book: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ["--layout", "dp=2,pp=2", "--steps", "100000", "--data", str(book), *SMALL]
+    with started([*arguments, "--out", str(run)]) as process:
+        wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 1, 120)
+        victim = next(pid for pid, rank in members(process.pid).items() if rank == 2)
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        _, errors = process.communicate(timeout=60)
+        seconds = time.monotonic() - killed
+        left = members(process.pid)
+    assert process.returncode == 1
+    assert "rank 2 failed" in errors
+    assert "SIGKILL" in errors
+    assert seconds < 40
+    assert left == {}
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_process_behind_and_keeps_the_last_checkpoint(
+    tmp_path: Path, book: Path, sign: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    arguments = ["--layout", "dp=2", "--steps", "100000", "--save-every", "2", "--data", str(book)]
+    with started([*arguments, *SMALL, "--out", str(run)]) as process:
+        wait_until(lambda: StateStore(run / "checkpoints").latest() is not None, 120)
+        if sign is signal.SIGINT:
+            # As a terminal does: every process of the group gets it.
+            os.killpg(process.pid, sign)
+        else:
+            process.send_signal(sign)
+        process.communicate(timeout=60)
+        left = members(process.pid)
+    assert process.returncode == 128 + sign
+    assert left == {}
+    store = StateStore(run / "checkpoints")
+    store.verify(store.latest())
