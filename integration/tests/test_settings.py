@@ -31,8 +31,8 @@ from trainwright.integration.model import ModelShape, preset
     ],
 )
 def test_a_layout_that_does_not_fit_names_the_sizes_that_do(layout: str, words: list[str]) -> None:
+    config = RunConfig(layout=layout)
     with pytest.raises(ConfigError) as caught:
-        config = RunConfig(layout=layout)
         check_fits(config.shape, config.mesh, config)
     for word in words:
         assert word in str(caught.value)

@@ -1,0 +1,199 @@
+"""Faults that peers really had, each as one change of our text, and the tests that must see it."""
+
+from __future__ import annotations
+
+import attrs
+
+DATA = "packages/sharding/src/trainwright/sharding/data"
+NORM = "packages/sharding/src/trainwright/sharding/norm"
+TENSOR = "packages/sharding/src/trainwright/sharding/tensor"
+COLLECTIVES = "packages/collectives/src/trainwright/collectives"
+EXECUTE = "packages/pipeline-schedules/src/trainwright/pipeline_schedules/execute"
+ACTIVATIONS = "packages/checkpointing/src/trainwright/checkpointing/activations"
+INTEGRATION = "integration/src/trainwright/integration"
+
+ONE_STEP = "test_one_step_in_a_layout and float64"
+IN_3D = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp=2,tp=2,pp=2")
+IN_PIPELINE = ("tests/test_law.py", "-k", f"{ONE_STEP} and pp=5")
+IN_DATA = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp=3,pp=2")
+
+
+@attrs.frozen
+class Fault:
+    """One planted fault.
+
+    Args:
+        name: what goes wrong, in a sentence.
+        file: the file, from the root.
+        right: the text that stands there, exactly once.
+        wrong: what it becomes.
+        tests: arguments of pytest that select the tests which must go red.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...] = IN_3D
+
+
+FAULTS = (
+    Fault(
+        "the data-parallel reduction of stage 0 is dropped",
+        f"{DATA}/buckets.py",
+        "            self._works.append(self.data.all_reduce(wire))",
+        "            pass",
+        IN_DATA,
+    ),
+    Fault(
+        "the data-parallel reduction of stage 1 happens twice",
+        f"{DATA}/buckets.py",
+        "            self._works.append(self.data.reduce_scatter(kept, wire))",
+        "            self._works.append(self.data.reduce_scatter(kept, wire))\n"
+        "            self._wait()\n"
+        "            kept.mul_(2)",
+    ),
+    Fault(
+        "gradients are averaged over data ranks on top of the token division",
+        f"{DATA}/buckets.py",
+        '        """Wait for everything started."""\n        self._wait()',
+        '        """Wait for everything started."""\n        self._wait()\n'
+        "        self.kept_gradients.div_(self.data.size)",
+        IN_DATA,
+    ),
+    Fault(
+        "the loss is divided by the tokens of this rank instead of the global batch",
+        f"{INTEGRATION}/feed.py",
+        "        return batch, count, self._data.all_reduce(count)",
+        "        return batch, count, self._data.all_reduce(count.clone())",
+    ),
+    Fault(
+        "every data rank reads the first one's sequences",
+        f"{INTEGRATION}/parts.py",
+        'data_rank=mesh.coordinate("dp"),',
+        "data_rank=0,",
+    ),
+    Fault(
+        "data ranks read by their place in the pipeline",
+        f"{INTEGRATION}/parts.py",
+        'data_rank=mesh.coordinate("dp"),',
+        'data_rank=mesh.coordinate("pp"),',
+    ),
+    Fault(
+        "the sum after a row-parallel product is dropped",
+        f"{TENSOR}/linear.py",
+        "differentiable.partial_to_replicate(F.linear(input, self.weight), self.tp)",
+        "F.linear(input, self.weight)",
+    ),
+    Fault(
+        "the input gradients of column-parallel products are not summed",
+        f"{INTEGRATION}/model/parallel_layers.py",
+        "        return replicate_to_partial(hidden_BSD, self.tp)",
+        "        return hidden_BSD",
+    ),
+    Fault(
+        "the input gradients of column-parallel products are summed twice",
+        f"{INTEGRATION}/model/parallel_layers.py",
+        "        return replicate_to_partial(hidden_BSD, self.tp)",
+        "        return replicate_to_partial(replicate_to_partial(hidden_BSD, self.tp), self.tp)",
+    ),
+    Fault(
+        "replicated weights count once a rank in the norm",
+        f"{NORM}/totals.py",
+        "        if all(mesh.coordinate(axis) == 0 for axis in piece.spec.replicated):",
+        "        if True:",
+    ),
+    Fault(
+        "the norm is that of one pipeline stage",
+        f"{NORM}/totals.py",
+        "    works = [mesh.world.all_reduce(totals)]",
+        '    works = [mesh.communicator("dp", "tp").all_reduce(totals)]',
+    ),
+    Fault(
+        "the loss of each microbatch is divided by their number once more",
+        f"{EXECUTE}/run.py",
+        "scale / divisor, 0.0)",
+        "scale / divisor / 2, 0.0)",
+    ),
+    Fault(
+        "the last microbatch's gradient is not added before the reduction",
+        f"{EXECUTE}/run.py",
+        "        passed_on = run_backward(flight, gradients)\n",
+        "        passed_on = run_backward(flight, gradients)\n"
+        "        if microbatch == 3:\n"
+        "            for parameter in self._parts.stages[stage].parameters():\n"
+        "                parameter.grad.zero_()\n",
+        IN_DATA,
+    ),
+    Fault(
+        "gradients of two microbatches change places at a stage boundary",
+        f"{EXECUTE}/run.py",
+        "        self._gradients[slot] = self._transfers.await_gradient(slot)",
+        "        gradients = self._transfers.await_gradient(slot)\n"
+        "        self._gradients[slot] = [gradient.flip(0) for gradient in gradients]",
+        IN_PIPELINE,
+    ),
+    Fault(
+        "initial weights depend on the pipeline rank",
+        f"{INTEGRATION}/parts.py",
+        "    initialize_(stage, placements, shape, config.seed)",
+        '    initialize_(stage, placements, shape, config.seed + mesh.coordinate("pp"))',
+        ("tests/test_law.py", "-k", "fifty_steps_in_a_layout and float64"),
+    ),
+    Fault(
+        "tensor ranks hold each other's rows",
+        "packages/sharding/src/trainwright/sharding/tensor/linear.py",
+        "ParameterPlacement.sharded(whole, 0, rank=tp.rank, size=tp.size)}",
+        "ParameterPlacement.sharded(whole, 0, rank=tp.size - 1 - tp.rank, size=tp.size)}",
+    ),
+    Fault(
+        "updated weights of other data ranks are not gathered",
+        f"{DATA}/buckets.py",
+        "        if self.sharded and self.data.size > 1:\n            self._works.append(self.data.all_gather",
+        "        if False:\n            self._works.append(self.data.all_gather",
+    ),
+    Fault(
+        "positions start at one",
+        f"{INTEGRATION}/model/decoder.py",
+        "        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)",
+        "        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)"
+        " * (1 + int(not self.is_first))",
+    ),
+    Fault(
+        "the cross-entropy forgets the maxima of the other tensor ranks",
+        f"{TENSOR}/cross_entropy.py",
+        "        maximum_T = maxima_RT.amax(0)",
+        "        maximum_T = maxima_RT[tp.rank]",
+    ),
+    Fault(
+        "the embedding is summed by data ranks instead of tensor ranks",
+        f"{TENSOR}/embedding.py",
+        "        return differentiable.partial_to_replicate(found, self.tp)",
+        "        return found",
+    ),
+    Fault(
+        "clipping uses twice the norm",
+        f"{INTEGRATION}/recipe.py",
+        "totals.norm, parts.clip)",
+        "totals.norm * 2, parts.clip)",
+    ),
+    Fault(
+        "weight decay pulls at flat pieces of norms",
+        f"{INTEGRATION}/parts.py",
+        "logical_ndim={name: len(piece.spec.global_shape) for name, piece in pieces.items()},",
+        "logical_ndim={name: 2 for name, piece in pieces.items()},",
+    ),
+    Fault(
+        "the learning rate moves on twice a step",
+        f"{INTEGRATION}/recipe.py",
+        "    progress.updates += 1",
+        "    progress.updates += 2",
+        ("tests/test_law.py", "-k", "fifty_steps_in_a_layout and float64"),
+    ),
+    Fault(
+        "a resumed reader starts over",
+        f"{INTEGRATION}/data/reader.py",
+        '        self.consumed = int(state["consumed"])',
+        "        self.consumed = 0",
+    ),
+)
