@@ -15,6 +15,7 @@ INTEGRATION = "integration/src/trainwright/integration"
 ONE_STEP = "test_one_step_in_a_layout and float64"
 IN_3D = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp=2,tp=2,pp=2")
 IN_PIPELINE = ("tests/test_law.py", "-k", f"{ONE_STEP} and pp=5")
+TRAJECTORY = ("tests/test_law.py", "-k", "fifty_steps_in_a_layout and float64")
 IN_DATA = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp=3,pp=2")
 
 
@@ -138,7 +139,7 @@ FAULTS = (
         f"{INTEGRATION}/parts.py",
         "    initialize_(stage, placements, shape, config.seed)",
         '    initialize_(stage, placements, shape, config.seed + mesh.coordinate("pp"))',
-        ("tests/test_law.py", "-k", "fifty_steps_in_a_layout and float64"),
+        TRAJECTORY,
     ),
     Fault(
         "tensor ranks hold each other's rows",
@@ -149,11 +150,12 @@ FAULTS = (
     Fault(
         "updated weights of other data ranks are not gathered",
         f"{DATA}/buckets.py",
-        "        if self.sharded and self.data.size > 1:\n            self._works.append(self.data.all_gather",
-        "        if False:\n            self._works.append(self.data.all_gather",
+        "            self._works.append(self.data.all_gather(self.weights, self.kept_weights))",
+        "            pass",
+        TRAJECTORY,
     ),
     Fault(
-        "positions start at one",
+        "later stages stretch the positions",
         f"{INTEGRATION}/model/decoder.py",
         "        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)",
         "        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)"
@@ -162,8 +164,8 @@ FAULTS = (
     Fault(
         "the cross-entropy forgets the maxima of the other tensor ranks",
         f"{TENSOR}/cross_entropy.py",
-        "        maximum_T = maxima_RT.amax(0)",
-        "        maximum_T = maxima_RT[tp.rank]",
+        "(sums_RT * (maxima_RT - maximum_T).exp()).sum(0)",
+        "sums_RT.sum(0)",
     ),
     Fault(
         "the embedding is summed by data ranks instead of tensor ranks",
@@ -188,7 +190,7 @@ FAULTS = (
         f"{INTEGRATION}/recipe.py",
         "    progress.updates += 1",
         "    progress.updates += 2",
-        ("tests/test_law.py", "-k", "fifty_steps_in_a_layout and float64"),
+        TRAJECTORY,
     ),
     Fault(
         "a resumed reader starts over",
