@@ -8,8 +8,8 @@ from trainwright.integration.errors import (
     RunFolderError,
     TrainwrightError,
 )
-from trainwright.integration.evaluate import evaluate
-from trainwright.integration.generate import generate
+from trainwright.integration.evaluation import evaluate
+from trainwright.integration.generation import generate
 from trainwright.integration.model import ModelShape
 from trainwright.integration.parts import Parts, Progress, assemble
 from trainwright.integration.recipe import StepRecord, train

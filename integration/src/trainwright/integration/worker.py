@@ -16,8 +16,8 @@ from trainwright.collectives import Communicator
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Corpus, default_source, fit_ngrams, read_corpus
 from trainwright.integration.data.reader import evenly_spaced
-from trainwright.integration.evaluate import evaluate
-from trainwright.integration.generate import generate
+from trainwright.integration.evaluation import evaluate
+from trainwright.integration.generation import generate
 from trainwright.integration.observers import MetricsFile, display
 from trainwright.integration.parts import Parts, Progress, assemble
 from trainwright.integration.plot import plot_loss
