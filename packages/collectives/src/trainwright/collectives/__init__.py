@@ -1,20 +1,18 @@
 """Communicators, collective algorithms and what ranks must agree on, for PyTorch."""
 
-from trainwright.collectives import differentiable
-from trainwright.collectives import random
+from trainwright.collectives import differentiable, random
 from trainwright.collectives.box import Box
-from trainwright.collectives.errors import CollectiveError
-from trainwright.collectives.errors import CollectiveTimeoutError
-from trainwright.collectives.errors import PeerFailedError
-from trainwright.collectives.errors import UsageError
+from trainwright.collectives.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    PeerFailedError,
+    UsageError,
+)
 from trainwright.collectives.local_world import LocalWorld
-from trainwright.collectives.protocol import Communicator
-from trainwright.collectives.protocol import Recv
-from trainwright.collectives.protocol import ReduceOp
-from trainwright.collectives.protocol import Send
-from trainwright.collectives.protocol import Work
+from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
 from trainwright.collectives.shard_spec import ShardSpec
 from trainwright.collectives.single import SingleCommunicator
+from trainwright.collectives.torch_communicator import TorchCommunicator
 
 __all__ = [
     "Box",
@@ -28,6 +26,7 @@ __all__ = [
     "Send",
     "ShardSpec",
     "SingleCommunicator",
+    "TorchCommunicator",
     "UsageError",
     "Work",
     "differentiable",

@@ -104,6 +104,11 @@ class Backend(Protocol):
         ...
 
 
+def describe_tensor(tensor: torch.Tensor) -> str:
+    """Name dtype and shape."""
+    return f"{describe_dtype(tensor.dtype)}{list(tensor.shape)}"
+
+
 def describe_dtype(dtype: torch.dtype) -> str:
     """Name a dtype without the ``torch.`` in front."""
     return str(dtype).removeprefix("torch.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainwright.collectives.calls import describe_dtype
+from trainwright.collectives.calls import describe_tensor
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.parking import Pending
 from trainwright.collectives.protocol import Recv, Send
@@ -45,13 +45,10 @@ class Message(Pending):
         else:
             verb, other, preposition = "recv", "send", "from"
         return (
-            f"{verb}({self.describe_tensor()}, tag={self.tag}) {preposition} rank {self.peer} of "
-            f"{self.group.name!r}; missing: {self.group.describe_rank(self.peer)} did not {other}"
+            f"{verb}({describe_tensor(self.tensor)}, tag={self.tag}) {preposition} rank "
+            f"{self.peer} of {self.group.name!r}; missing: "
+            f"{self.group.describe_rank(self.peer)} did not {other}"
         )
-
-    def describe_tensor(self) -> str:
-        """Name dtype and shape."""
-        return f"{describe_dtype(self.tensor.dtype)}{list(self.tensor.shape)}"
 
 
 def post(group: LocalGroup, rank: int, request: Send | Recv) -> Message:
@@ -88,8 +85,8 @@ def _transfer(sent: Message, received: Message) -> None:
         error = (
             UsageError,
             f"message of tag {sent.tag} in {group.name!r}: {group.describe_rank(sent.rank)} sends "
-            f"{sent.describe_tensor()}, {group.describe_rank(received.rank)} receives into "
-            f"{received.describe_tensor()}; shape and dtype must be alike",
+            f"{describe_tensor(sent.tensor)}, {group.describe_rank(received.rank)} receives into "
+            f"{describe_tensor(received.tensor)}; shape and dtype must be alike",
         )
     else:
         _copy(sent, received)

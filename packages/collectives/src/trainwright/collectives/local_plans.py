@@ -62,12 +62,9 @@ def _plan_gather(calls: Sequence[Call]) -> list[Task]:
 
 def _plan_broadcast(calls: Sequence[Call]) -> list[Task]:
     root = calls[0].root or 0
-    source = _inputs([calls[root]])[0]
-    return [
-        partial(_copy, output, source)
-        for rank, output in enumerate(_outputs(calls))
-        if rank != root
-    ]
+    outputs = _outputs(calls)
+    source = outputs.pop(root)
+    return [partial(_copy, output, source) for output in outputs]
 
 
 def _plan_scatter(calls: Sequence[Call]) -> list[Task]:

@@ -28,6 +28,14 @@ class SingleCommunicator(CheckedCommunicator):
         super().__init__(_SingleBackend(normalize_device(device), "single"))
 
 
+def compute_alone(call: Call) -> None:
+    """Do what a collective does in a group of one."""
+    output = call.output
+    if output is not None and call.input is not None and output is not call.input:
+        with torch.no_grad():
+            output.copy_(call.input.view_as(output))
+
+
 class _SingleBackend:
     def __init__(self, device: torch.device, name: str) -> None:
         self.rank = 0
@@ -39,10 +47,7 @@ class _SingleBackend:
     def start(self, call: Call) -> Work:
         if self._failure is not None:
             raise self._failure
-        output = call.output
-        if output is not None and call.input is not None and output is not call.input:
-            with torch.no_grad():
-                output.copy_(call.input.view_as(output))
+        compute_alone(call)
         return DONE
 
     def exchange(self, messages: Sequence[Send | Recv], timeout_s: float | None) -> Work:

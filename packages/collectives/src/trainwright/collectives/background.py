@@ -1,0 +1,41 @@
+"""A thread that goes on with operations while their caller computes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+Step = Callable[[], None]
+
+
+class Background:
+    """Runs steps one after the other in a thread of its own, made when the first one comes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._steps: queue.SimpleQueue[Step | None] | None = None
+
+    def run(self, step: Step) -> None:
+        """Run the step after those before it; a step never raises."""
+        if self._steps is None:
+            self._steps = queue.SimpleQueue()
+            threading.Thread(
+                target=_run_steps, args=(self._steps,), name=self._name, daemon=True
+            ).start()
+        self._steps.put(step)
+
+    def stop(self) -> None:
+        """End the thread once its current step is over."""
+        if self._steps is not None:
+            self._steps.put(None)
+            self._steps = None
+
+    def __del__(self) -> None:
+        self.stop()
+
+
+def _run_steps(steps: queue.SimpleQueue[Step | None]) -> None:
+    while (step := steps.get()) is not None:
+        step()
+        del step

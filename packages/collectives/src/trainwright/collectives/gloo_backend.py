@@ -1,0 +1,214 @@
+"""Collectives over Gloo's point-to-point messages between processes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from trainwright.collectives import direct
+from trainwright.collectives.background import Background
+from trainwright.collectives.calls import Call, Kind, describe_tensor
+from trainwright.collectives.errors import CollectiveTimeoutError, UsageError
+from trainwright.collectives.failures import Failure, FailureBoard
+from trainwright.collectives.gloo_tags import MAX_TAG, Tags
+from trainwright.collectives.gloo_work import GlooWork, Ticket
+from trainwright.collectives.protocol import Recv, Send, Work
+from trainwright.collectives.rendezvous import Link, Store, connect, nest
+from trainwright.collectives.single import compute_alone
+from trainwright.collectives.works import DONE
+
+# Works nobody waited for are kept while their messages are under way, up to this many.
+_MAX_DROPPED = 1024
+
+
+class GlooBackend:
+    """One rank's end of a group of processes connected by Gloo.
+
+    Args:
+        store: where the ranks of this group, and nobody else, find each other.
+        rank: this rank in the group.
+        ranks: the group's ranks, counted in the world.
+        name: for messages.
+        timeout_s: how long operations wait for peers.
+        board: where failures of the world are told.
+
+    Communicates:
+        Connects every two ranks; all ranks construct together.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        ranks: Sequence[int],
+        name: str,
+        timeout_s: float,
+        board: FailureBoard,
+    ) -> None:
+        self.rank = rank
+        self.size = len(ranks)
+        self.device = torch.device("cpu")
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.timeout_s = timeout_s
+        self.board = board
+        self.dropped: list[GlooWork] = []
+        self._store = store
+        self._tags = Tags()
+        self._num_splits = 0
+        self._works: weakref.WeakSet[GlooWork] = weakref.WeakSet()
+        self._background = Background(f"{name}, rank {rank}")
+        # Gloo's threads must end before the interpreter does.
+        self._group: list[Link] = [] if self.size == 1 else [self._connect()]
+        weakref.finalize(self, self._group.clear)
+        board.watch(self)
+
+    def start(self, call: Call) -> Work:
+        """Post all messages that need nothing from others; the rest follows in the background."""
+        if self.size == 1:
+            self.board.check()
+            compute_alone(call)
+            return DONE
+        with torch.no_grad():
+            plan = direct.plan(call, self.rank, self.size)
+        first, second = self._tags.of_collective(call)
+        work = GlooWork(self, call, call.timeout_s)
+        tickets = self._post(plan.receives, plan.sends, first, call)
+        work.start(tickets, plan.finish, (plan, call))
+        if plan.between is not None:
+            between = plan.between
+            work.start_late(self._post(plan.late_receives, (), second, call))
+            self._background.run(
+                lambda: work.send_late(lambda: self._post((), between(), second, call))
+            )
+        self._works.add(work)
+        return work
+
+    def exchange(self, messages: Sequence[Send | Recv], timeout_s: float | None) -> Work:
+        """Post the receives, then the sends."""
+        tickets: list[Ticket] = []
+        for wants_recv in (True, False):
+            for message in messages:
+                if isinstance(message, Recv) is not wants_recv:
+                    continue
+                if not 0 <= message.tag <= MAX_TAG:
+                    raise UsageError(f"tag={message.tag} must be between 0 and {MAX_TAG} on Gloo")
+                part = [(message.peer, message.tensor)]
+                tag = self._tags.of_message(message)
+                if wants_recv:
+                    tickets += self._post(part, (), tag, message)
+                else:
+                    tickets += self._post((), part, tag, message)
+        work = GlooWork(self, _Messages(messages), timeout_s)
+        work.start(tickets, None, messages)
+        self._works.add(work)
+        return work
+
+    def start_together(self, pending: Sequence[Call | Sequence[Send | Recv]]) -> list[Work]:
+        """Start one after the other: starting never waits for a peer."""
+        return [
+            self.start(item) if isinstance(item, Call) else self.exchange(item, None)
+            for item in pending
+        ]
+
+    def split(self, color: int | None, key: int) -> GlooBackend | None:
+        """Exchange colors and keys, then connect the ranks of this rank's color."""
+        mine = torch.tensor([0 if color is None else 1, color or 0, key])
+        table = torch.empty((self.size, 3), dtype=torch.int64)
+        shape = (1, 3)
+        self.start(Call(Kind.ALL_GATHER, table, mine.view(shape), shape, mine.dtype)).wait()
+        number = self._num_splits
+        self._num_splits += 1
+        if color is None:
+            return None
+        rows = enumerate(table.tolist())
+        members = sorted((row[2], rank) for rank, row in rows if row[:2] == [1, color])
+        order = [rank for _, rank in members]
+        label = f"{number}.{color}"
+        return GlooBackend(
+            nest(self._store, label),
+            order.index(self.rank),
+            [self.ranks[rank] for rank in order],
+            f"{self.name}/{label}",
+            self.timeout_s,
+            self.board,
+        )
+
+    def abort(self, cause: str) -> None:
+        """Tell the world and close this rank's connections, which wakes the peers."""
+        self.board.publish(Failure(self.board.rank, cause))
+
+    def close(self) -> None:
+        """Drop the connections of this group."""
+        for work in [*self._works, *self.dropped]:
+            work.close()
+        self.dropped.clear()
+        self._background.stop()
+        self._group.clear()
+
+    def explain(
+        self, error: Exception, what: object, peer: int, missing: Sequence[int] = ()
+    ) -> Exception:
+        """Turn an error of Gloo into one that names ranks, and tell the world."""
+        return self.board.explain(
+            error,
+            what,
+            self.name,
+            [self.ranks[rank] for rank in sorted(set(missing))],
+            self.ranks[peer] if peer >= 0 else None,
+        )
+
+    def _connect(self) -> Link:
+        try:
+            return connect(self._store, self.rank, self.ranks, self.timeout_s)
+        except TimeoutError as error:
+            raise CollectiveTimeoutError(f"{self.name!r}: {error}") from error
+
+    def _post(
+        self,
+        receives: Sequence[direct.Part],
+        sends: Sequence[direct.Part],
+        tag: int,
+        what: object,
+    ) -> list[Ticket]:
+        self.board.check()
+        if len(self.dropped) > _MAX_DROPPED:
+            self._finish_dropped()
+        group = self._group[0]
+        peer = -1
+        tickets: list[Ticket] = []
+        try:
+            for peer, tensor in receives:
+                if tensor.numel():
+                    tickets.append((peer, True, group.recv([tensor], peer, tag)))
+            for peer, tensor in sends:
+                if tensor.numel():
+                    tickets.append((peer, False, group.send([tensor], peer, tag)))
+        except RuntimeError as error:
+            tickets.clear()
+            del group
+            raise self.explain(error, what, peer) from None
+        return tickets
+
+    def _finish_dropped(self) -> None:
+        old = self.dropped[: _MAX_DROPPED // 2]
+        del self.dropped[: _MAX_DROPPED // 2]
+        for work in old:
+            work.wait()
+
+
+class _Messages:
+    """Names an exchange only where it is asked for."""
+
+    def __init__(self, messages: Sequence[Send | Recv]) -> None:
+        self._messages = messages
+
+    def __str__(self) -> str:
+        parts = [
+            f"{type(message).__name__.lower()}({describe_tensor(message.tensor)}, "
+            f"peer={message.peer}, tag={message.tag})"
+            for message in self._messages
+        ]
+        return parts[0] if len(parts) == 1 else f"exchange({', '.join(parts)})"

@@ -1,0 +1,150 @@
+"""The Work of an operation that consists of Gloo messages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from trainwright.collectives.gloo_backend import GlooBackend
+
+# Peer, whether it is a receive, and Gloo's handle.
+Ticket = tuple[int, bool, dist.Work]
+
+
+class GlooWork:
+    """Messages under way, what to compute between and after them, and the buffers they use."""
+
+    __slots__ = (
+        "__weakref__",
+        "_backend",
+        "_buffers",
+        "_error",
+        "_finish",
+        "_is_closed",
+        "_is_done",
+        "_is_sent",
+        "_late",
+        "_tickets",
+        "_timeout_s",
+        "_what",
+    )
+
+    def __init__(self, backend: GlooBackend, what: object, timeout_s: float | None) -> None:
+        self._backend = backend
+        self._what = what
+        self._timeout_s = timeout_s
+        self._tickets: list[Ticket] = []
+        self._late: list[Ticket] = []
+        self._finish: Callable[[], None] | None = None
+        self._buffers: object = None
+        self._is_sent: threading.Lock | None = None
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._is_done = False
+
+    def start(
+        self, tickets: list[Ticket], finish: Callable[[], None] | None, buffers: object
+    ) -> None:
+        """Take over the messages and what belongs to them."""
+        self._tickets = tickets
+        self._finish = finish
+        self._buffers = buffers
+
+    def start_late(self, late_receives: list[Ticket]) -> None:
+        """Take over the receives of the second round; its sends come from the background."""
+        self._late = late_receives
+        self._is_sent = threading.Lock()
+        self._is_sent.acquire()
+
+    def send_late(self, send: Callable[[], list[Ticket]]) -> None:
+        """Wait for the first round's receives, then start the second round's sends."""
+        assert self._is_sent is not None
+        try:
+            receives = [ticket for ticket in self._tickets if ticket[1]]
+            sends = [ticket for ticket in self._tickets if not ticket[1]]
+            self._await(receives, None)
+            self._tickets = sends
+            self._late += send()
+        except Exception as error:
+            self._error = error
+        self._is_sent.release()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for all messages, then compute what is left."""
+        if self._is_done:
+            return
+        self._backend.board.check()
+        timeout_s = timeout_s or self._timeout_s
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._is_sent is not None:
+            self._await_background(timeout_s)
+        self._await(self._tickets, deadline)
+        self._await(self._late, deadline)
+        if self._is_closed:
+            self._backend.board.check()
+        self._is_done = True
+        if self._finish is not None:
+            with torch.no_grad():
+                self._finish()
+        self._clear()
+
+    def close(self) -> None:
+        """Forget the messages; their connections can go."""
+        self._is_closed = True
+        self._clear()
+
+    def __del__(self) -> None:
+        # The messages are still under way and Gloo would cancel them together with this object.
+        if not self._is_done and self._tickets:
+            self._backend.dropped.append(self)
+
+    def _await(self, tickets: list[Ticket], deadline: float | None) -> None:
+        work = None
+        waited = 0
+        try:
+            for _, _, work in tickets:
+                if deadline is None:
+                    work.wait()
+                else:
+                    left_s = max(0.001, deadline - time.monotonic())
+                    work.wait(timedelta(seconds=left_s))
+                waited += 1
+        except RuntimeError as error:
+            # Whoever keeps a ticket keeps the connection open.
+            work = None
+            peer = tickets[waited][0] if waited < len(tickets) else -1
+            late = tickets[waited + 1 :]
+            missing = [peer, *(other for other, _, handle in late if not _has_come(handle))]
+            late.clear()
+            raise self._backend.explain(error, self._what, peer, missing) from None
+
+    def _await_background(self, timeout_s: float | None) -> None:
+        assert self._is_sent is not None
+        lock = self._is_sent
+        if not lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            missing = [peer for peer, is_receive, _ in self._tickets if is_receive]
+            raise self._backend.explain(TimeoutError(), self._what, -1, missing)
+        lock.release()
+        if self._error is not None:
+            raise self._error
+
+    def _clear(self) -> None:
+        self._tickets.clear()
+        self._late.clear()
+        self._finish = None
+        self._buffers = None
+
+
+def _has_come(work: dist.Work) -> bool:
+    try:
+        work.wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return False
+    return True

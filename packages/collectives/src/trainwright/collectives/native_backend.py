@@ -1,0 +1,234 @@
+"""Collectives by the operations of a process group's own backend, such as NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from trainwright.collectives import direct
+from trainwright.collectives.calls import Call, Kind
+from trainwright.collectives.failures import Failure, FailureBoard
+from trainwright.collectives.native_wire import as_bytes, from_wire, to_wire, wire_op
+from trainwright.collectives.native_work import Finish, NativeWork
+from trainwright.collectives.protocol import Recv, Send, Work
+from trainwright.collectives.single import compute_alone
+from trainwright.collectives.works import DONE
+
+Started = tuple[list[dist.Work], Finish]
+
+
+class NativeBackend:
+    """One rank's end of a process group, used as it is.
+
+    Args:
+        group: the process group.
+        device: where tensors live.
+        ranks: the members, counted in the world, in the order in which this communicator counts
+            them; the group may count them in another.
+        name: for messages.
+        board: where failures of the world are told.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        ranks: Sequence[int],
+        name: str,
+        board: FailureBoard,
+    ) -> None:
+        order = dist.get_process_group_ranks(group)
+        self.rank = list(ranks).index(dist.get_rank())
+        self.size = len(ranks)
+        self.device = device
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.board = board
+        self._group = group
+        self._in_group = [order.index(rank) for rank in ranks]
+        self._is_in_order = self._in_group == list(range(self.size))
+        self._num_splits = 0
+        board.watch(self)
+
+    def start(self, call: Call) -> Work:
+        """Call the group's operation on a tensor it can carry."""
+        self.board.check()
+        if self.size == 1:
+            compute_alone(call)
+            return DONE
+        work = NativeWork(self.board, self.name, self.ranks, call, call.timeout_s)
+        if _has_elements(call):
+            with torch.no_grad(), work.explained():
+                works, finish = _STARTERS[call.kind](self, call)
+            work.start(works, finish, call)
+        return work
+
+    def exchange(self, messages: Sequence[Send | Recv], timeout_s: float | None) -> Work:
+        """Start one batch; where tags are not carried, the order of each pair decides."""
+        self.board.check()
+        work = NativeWork(self.board, self.name, self.ranks, "exchange", timeout_s)
+        if messages:
+            with work.explained():
+                work.start(self._batch(messages), None, messages)
+        return work
+
+    def start_together(self, pending: Sequence[Call | Sequence[Send | Recv]]) -> list[Work]:
+        """Start the collectives in order, then all messages as one batch."""
+        messages: list[Send | Recv] = []
+        for item in pending:
+            if not isinstance(item, Call):
+                messages += item
+        collectives = [self.start(item) if isinstance(item, Call) else None for item in pending]
+        batch = self.exchange(messages, None) if messages else DONE
+        return [work if work is not None else batch for work in collectives]
+
+    def split(self, color: int | None, key: int) -> NativeBackend | None:
+        """Exchange colors and keys, then make a process group of this rank's color."""
+        mine = torch.tensor([0 if color is None else 1, color or 0, key], device=self.device)
+        table = mine.new_empty((self.size, 3))
+        shape = (1, 3)
+        self.start(Call(Kind.ALL_GATHER, table, mine.view(shape), shape, mine.dtype)).wait()
+        number = self._num_splits
+        self._num_splits += 1
+        if color is None:
+            return None
+        rows = enumerate(table.tolist())
+        members = sorted((row[2], rank) for rank, row in rows if row[:2] == [1, color])
+        ranks = [self.ranks[rank] for _, rank in members]
+        name = f"{self.name}/{number}.{color}"
+        group = dist.new_group(
+            ranks,
+            backend=dist.get_backend_config(self._group),
+            use_local_synchronization=True,
+            group_desc=name,
+        )
+        return NativeBackend(group, self.device, ranks, name, self.board)
+
+    def abort(self, cause: str) -> None:
+        """Tell the world and abort this rank's groups."""
+        self.board.publish(Failure(self.board.rank, cause))
+
+    def close(self) -> None:
+        """Give up what the group has under way."""
+        self._group.abort()
+
+    def _batch(self, messages: Sequence[Send | Recv]) -> list[dist.Work]:
+        operations = [
+            dist.P2POp(
+                dist.isend if isinstance(message, Send) else dist.irecv,
+                as_bytes(message.tensor),
+                group=self._group,
+                tag=message.tag,
+                group_peer=self._in_group[message.peer],
+            )
+            for message in messages
+            if message.tensor.numel()
+        ]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def _start_all_reduce(self, call: Call) -> Started:
+        assert call.output is not None
+        output = call.output
+        wire = to_wire(output, call)
+        options = c10d.AllreduceOptions()
+        options.reduceOp = wire_op(call)
+        _set_timeout(options, call)
+        work = self._group.allreduce([wire], options)
+        return [work], lambda: from_wire(output, wire, call, self.size)
+
+    def _start_reduce(self, call: Call) -> Started:
+        assert call.output is not None
+        output = call.output
+        # Backends use the tensors of all ranks as workspace.
+        wire = to_wire(output, call, copy=True)
+        options = c10d.ReduceOptions()
+        options.reduceOp = wire_op(call)
+        options.rootRank = self._in_group[call.root or 0]
+        _set_timeout(options, call)
+        work = self._group.reduce([wire], options)
+        if call.root != self.rank:
+            return [work], None
+        return [work], lambda: from_wire(output, wire, call, self.size)
+
+    def _start_reduce_scatter(self, call: Call) -> Started:
+        assert call.output is not None
+        assert call.input is not None
+        output = call.output
+        source = call.input
+        if not self._is_in_order:
+            rows = source.view(self.size, -1) if source.numel() else source
+            here = [self._in_group.index(rank) for rank in range(self.size)]
+            source = rows[here] if source.numel() else source
+        wire = to_wire(source.view(-1), call)
+        result = wire.new_empty(wire.numel() // self.size)
+        if result.dtype is output.dtype:
+            result = output.view(-1)
+        options = c10d.ReduceScatterOptions()
+        options.reduceOp = wire_op(call)
+        _set_timeout(options, call)
+        work = self._group._reduce_scatter_base(result, wire, options)
+        return [work], lambda: from_wire(output, result, call, self.size)
+
+    def _start_all_gather(self, call: Call) -> Started:
+        assert call.output is not None
+        assert call.input is not None
+        output = as_bytes(call.output)
+        staged = output if self._is_in_order else torch.empty_like(output)
+        options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        _set_timeout(options, call)
+        work = self._group._allgather_base(staged, as_bytes(call.input), options)
+        if self._is_in_order or not output.numel():
+            return [work], None
+        rows = staged.view(self.size, -1)
+        return [work], lambda: output.view(self.size, -1).copy_(rows[self._in_group])
+
+    def _start_broadcast(self, call: Call) -> Started:
+        assert call.output is not None
+        options = c10d.BroadcastOptions()
+        options.rootRank = self._in_group[call.root or 0]
+        options.rootTensor = 0
+        _set_timeout(options, call)
+        return [self._group.broadcast([as_bytes(call.output)], options)], None
+
+    def _start_barrier(self, call: Call) -> Started:
+        options = c10d.BarrierOptions()
+        _set_timeout(options, call)
+        return [self._group.barrier(options)], None
+
+    def _start_messages(self, call: Call) -> Started:
+        plan = direct.plan(call, self.rank, self.size)
+        receives = [Recv(tensor, peer) for peer, tensor in plan.receives]
+        sends = [Send(tensor, peer) for peer, tensor in plan.sends]
+        return self._batch([*receives, *sends]), None
+
+
+_STARTERS: dict[Kind, Callable[[NativeBackend, Call], Started]] = {
+    Kind.ALL_REDUCE: NativeBackend._start_all_reduce,
+    Kind.REDUCE: NativeBackend._start_reduce,
+    Kind.REDUCE_SCATTER: NativeBackend._start_reduce_scatter,
+    Kind.ALL_GATHER: NativeBackend._start_all_gather,
+    Kind.ALL_TO_ALL: NativeBackend._start_messages,
+    Kind.BROADCAST: NativeBackend._start_broadcast,
+    Kind.SCATTER: NativeBackend._start_messages,
+    Kind.GATHER: NativeBackend._start_messages,
+    Kind.BARRIER: NativeBackend._start_barrier,
+}
+
+
+def _has_elements(call: Call) -> bool:
+    # Rows of all_to_all may be many here and none there.
+    return call.kind is Kind.ALL_TO_ALL or 0 not in call.shape
+
+
+def _set_timeout(options: _HasTimeout, call: Call) -> None:
+    if call.timeout_s is not None:
+        options.timeout = timedelta(seconds=call.timeout_s)
+
+
+class _HasTimeout(Protocol):
+    timeout: timedelta

@@ -1,0 +1,57 @@
+"""How tensors travel in operations of torch.distributed, which know fewer dtypes than torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainwright.collectives.calls import Call
+from trainwright.collectives.errors import UsageError
+from trainwright.collectives.protocol import ReduceOp
+
+_WIDER = {torch.bool: torch.uint8, torch.int16: torch.int32}
+
+# AVG is a sum, divided before it is rounded.
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.AVG: dist.ReduceOp.SUM,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
+}
+
+
+def wire_op(call: Call) -> Any:
+    """Return the operation the backend runs for the call's ``op``."""
+    assert call.op is not None
+    return _OPS[call.op]
+
+
+def to_wire(tensor: torch.Tensor, call: Call, copy: bool = False) -> torch.Tensor:
+    """Return the tensor in the dtype in which it is combined; itself if that is its own."""
+    assert call.reduce_dtype is not None
+    dtype = _WIDER.get(call.reduce_dtype, call.reduce_dtype)
+    if dtype.is_complex and call.op is ReduceOp.PRODUCT:
+        raise UsageError(
+            f"{call.kind.value}: PRODUCT of complex numbers is not available on this backend yet"
+        )
+    wire = tensor.to(dtype, copy=copy)
+    return torch.view_as_real(wire) if dtype.is_complex else wire
+
+
+def from_wire(output: torch.Tensor, wire: torch.Tensor, call: Call, size: int) -> None:
+    """Divide where that is asked for, and round into ``output`` unless it is there already."""
+    if call.op is ReduceOp.AVG:
+        wire.div_(size)
+    if wire.data_ptr() == output.data_ptr():
+        return
+    if output.is_complex():
+        wire = torch.view_as_complex(wire)
+    output.copy_(wire.view_as(output))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor, whatever its dtype."""
+    return tensor.view(-1).view(torch.uint8)
