@@ -94,12 +94,19 @@ def test_every_plan_on_two_axes_keeps_value_and_gradient(data, sizes):
     check(MeshShape(dp=sizes[0], tp=sizes[1]), source, target, gradient)
 
 
-def test_all_plans_on_two_axes_arrive_where_they_should():
-    for source, target in itertools.product(itertools.product(PLACEMENTS, repeat=2), repeat=2):
-        state = dict(zip(AXES, source, strict=True))
-        for step in plan_redistribution(state.copy(), dict(zip(AXES, target, strict=True))):
-            assert state[step.axis] == step.source
+def test_all_plans_on_three_axes_cut_from_the_outer_axis_inwards_and_join_back():
+    axes = ("dp", "cp", "tp")
+    for source, target in itertools.product(itertools.product(PLACEMENTS, repeat=3), repeat=2):
+        state = dict(zip(axes, source, strict=True))
+        nesting = {p: [axis for axis in axes if state[axis] == p] for p in PLACEMENTS}
+        for step in plan_redistribution(state.copy(), dict(zip(axes, target, strict=True))):
+            assert state[step.axis] == step.source != step.target
             state[step.axis] = step.target
+            if isinstance(step.source, Shard):
+                assert nesting[step.source].pop() == step.axis
+            if isinstance(step.target, Shard):
+                assert all(axes.index(a) < axes.index(step.axis) for a in nesting[step.target])
+                nesting[step.target].append(step.axis)
         assert tuple(state.values()) == target
 
 

@@ -81,10 +81,9 @@ def plan_redistribution(
 
     for axis in reversed(order):
         outer = order[: order.index(axis)]
-        inner = order[order.index(axis) + 1 :]
         if not isinstance(state[axis], Shard) or not _must_go(axis, outer, state, goal):
             continue
-        direct = not isinstance(goal[axis], Shard) or _may_move(axis, outer, inner, state, goal)
+        direct = not isinstance(goal[axis], Shard) or _may_move(axis, outer, state, goal)
         go(axis, goal[axis] if direct else Replicate())
     for axis in order:
         if state[axis] != goal[axis] or axis in partial_gradients:
@@ -198,15 +197,14 @@ def _must_go(
 
 
 def _may_move(
-    axis: str,
-    outer: list[str],
-    inner: list[str],
-    state: dict[str, Placement],
-    goal: dict[str, Placement],
+    axis: str, outer: list[str], state: dict[str, Placement], goal: dict[str, Placement]
 ) -> bool:
-    """Say whether a shard can go straight to its new dim: nothing else cuts there out of turn."""
+    """Say whether a shard can go straight to its new dim: no outer axis has still to cut there.
+
+    An inner axis that cuts there has been undone before, as an outer one changes.
+    """
     new = goal[axis]
-    if state[axis] == new or any(state[other] == new for other in inner):
+    if state[axis] == new:
         return False
     return all((state[other] == new) == (goal[other] == new) for other in outer)
 
