@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from trainwright.collectives import Communicator, LocalWorld
+from trainwright.collectives import Communicator, LocalWorld, TorchCommunicator
 from trainwright.integration.errors import ConfigError
 
 T = TypeVar("T")
@@ -72,8 +73,6 @@ def run_as_worker(place: Place, work: Callable[[Communicator], T]) -> T:
         timeout=timedelta(seconds=TIMEOUT_S),
         device_id=device if use_cuda else None,
     )
-    from trainwright.collectives.torch_communicator import TorchCommunicator
-
     world = TorchCommunicator(device=device)
     try:
         result = work(world)
@@ -104,6 +103,7 @@ def start_workers(size: int, module: str, arguments: Sequence[str]) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=size,
+        run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
