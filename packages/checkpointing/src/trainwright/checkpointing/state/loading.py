@@ -176,13 +176,15 @@ def _fill(files: OpenFiles, want: Want) -> None:
         host = target
         if not direct:
             host = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-        into = flat_bytes(host)
+        into = flat_bytes(host).numpy()
         for number, runs in want.found.items():
             file = files.get(number)
             if file is None:
                 raise DamagedCheckpointError(f"file {number} is gone")
             file.read(want.leaf.path, runs, into)
-        if not direct:
+        if direct:
+            flat_bytes(host)[:0].zero_()  # tells autograd of what numpy has written
+        else:
             target.detach().copy_(host)
 
 

@@ -15,6 +15,7 @@ from trainwright.checkpointing.protocol import Files
 
 from .header import parse_json
 from .tensor_file import FileRecord
+from .tree import decode_plain
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -59,6 +60,17 @@ class Manifest:
             allow_nan=False,
         ).encode("ascii")
         return b'{"crc32":"%08x","body":%s}\n' % (zlib.crc32(body), body)
+
+    def decode_plain(self, folder: Path) -> dict[str, Any]:
+        """Return the plain values by path; ``folder`` is for messages.
+
+        Raises:
+            DamagedCheckpointError: One is not as `encode_plain` makes them.
+        """
+        try:
+            return {path: decode_plain(value) for path, value in self.plain.items()}
+        except (ValueError, RecursionError) as error:
+            raise DamagedCheckpointError(f"{folder / MANIFEST} is damaged: {error}") from error
 
 
 def file_name(rank: int) -> str:

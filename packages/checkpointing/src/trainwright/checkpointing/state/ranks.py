@@ -72,7 +72,8 @@ class Ranks:
         number = _KINDS.index(kind).to_bytes(1, "little")
         told = self.broadcast(number + cause.encode()[: _MAX_CAUSE_BYTES - 1], first)
         text = told[1:].decode(errors="replace")
-        raise _KINDS[told[0]](f"{doing}: rank {first}: {text}") from error
+        who = f"rank {first}: " if self.comm.size > 1 else ""
+        raise _KINDS[told[0]](f"{doing}: {who}{text}") from error
 
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
         """Return root's ``data`` on every rank.

@@ -152,13 +152,13 @@ class StateStore:
         """
         leaves = self._agreed(lambda: self._take_target(tree, partial))
         told = self._ranks.broadcast(self._agreed(lambda: self._choose(step)))
-        saved = self._agreed(lambda: self._open(told.decode()))
+        saved, plain = self._agreed(lambda: self._open(told.decode()))
         files = OpenFiles(self._place.files, saved.folder, saved.manifest)
         with files:
             wants = self._match(files, saved, leaves)
             self._agreed(lambda: fill_all(files, wants))
         self._run = saved.manifest.run
-        return put_plain(tree, saved.manifest.plain)
+        return put_plain(tree, plain)
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint, or None; asks no other rank."""
@@ -214,9 +214,10 @@ class StateStore:
         catalog = read_catalog(self._place.files, self._place.root)
         return catalog.choose(self._run, step, self._place.root).folder.name.encode()
 
-    def _open(self, name: str) -> Saved:
+    def _open(self, name: str) -> tuple[Saved, dict[str, Any]]:
         folder = self._place.root / name
-        return Saved(folder, read_manifest(self._place.files, folder))
+        manifest = read_manifest(self._place.files, folder)
+        return Saved(folder, manifest), manifest.decode_plain(folder)
 
     def _match(self, files: OpenFiles, saved: Saved, leaves: Leaves) -> list[Want]:
         """Find every wanted tensor; agree with the other ranks that nothing is missing or extra."""

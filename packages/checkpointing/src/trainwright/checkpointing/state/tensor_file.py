@@ -19,6 +19,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainwright.checkpointing.errors import DamagedCheckpointError
@@ -136,20 +137,22 @@ class TensorFile:
             )
         self._sums = np.frombuffer(table, dtype="<u4")
 
-    def read(self, name: str, runs: Sequence[tuple[slice, slice]], into: torch.Tensor) -> None:
+    def read(
+        self, name: str, runs: Sequence[tuple[slice, slice]], into: npt.NDArray[np.uint8]
+    ) -> None:
         """Copy runs of a tensor's elements; only the blocks that hold them are read and verified.
 
         Args:
             name: A name in `tensors`.
             runs: (elements of the stored tensor, elements of ``into``), sorted by the first.
-            into: Contiguous flat uint8 view [bytes] of the target's memory, on the host.
+            into: The target's memory as bytes.
 
         Raises:
             DamagedCheckpointError: A block is not what was written.
         """
         info = self.tensors[name]
         size = info.dtype.itemsize
-        block = bytearray()
+        block = np.empty(0, dtype=np.uint8)
         number = -1
         for source, target in runs:
             at, stop = source.start * size, source.stop * size
@@ -157,11 +160,10 @@ class TensorFile:
             while at < stop:
                 if at // self._block_bytes != number:
                     number = at // self._block_bytes
-                    block = self._read_block(info, number)
+                    block = np.frombuffer(self._read_block(info, number), dtype=np.uint8)
                 first = at - number * self._block_bytes
                 count = min(stop - at, len(block) - first)
-                piece = torch.frombuffer(block, dtype=torch.uint8, count=count, offset=first)
-                into[write_at : write_at + count].copy_(piece)
+                into[write_at : write_at + count] = block[first : first + count]
                 at += count
                 write_at += count
 

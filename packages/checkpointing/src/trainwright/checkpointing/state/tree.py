@@ -103,7 +103,7 @@ def take_leaves(tree: Tree) -> Leaves:
 
 
 def put_plain(tree: Tree, plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``tree`` with its plain leaves replaced by the encoded values of ``plain``."""
+    """Return ``tree`` with its plain leaves replaced by those of ``plain``."""
     result: dict[str, Any] = {}
     for key, value in tree.items():
         path = f"{prefix}{key}"
@@ -112,7 +112,7 @@ def put_plain(tree: Tree, plain: Mapping[str, Any], prefix: str = "") -> dict[st
         elif isinstance(value, (torch.Tensor, Sharded)):
             result[key] = value
         else:
-            result[key] = decode_plain(plain[path])
+            result[key] = plain[path]
     return result
 
 
@@ -144,11 +144,17 @@ def encode_plain(path: str, value: Any) -> Any:
 
 
 def decode_plain(value: Any) -> Any:
-    """Return what `encode_plain` was given."""
+    """Return what `encode_plain` was given.
+
+    Raises:
+        ValueError: It has not made this value.
+    """
     if isinstance(value, list):
         return [decode_plain(item) for item in value]
     if isinstance(value, dict):
-        if set(value) == {_FLOAT}:
+        if _FLOAT in value:
+            if value[_FLOAT] not in ("nan", "inf", "-inf"):
+                raise ValueError(f"{value!r} is no plain value")
             return float(value[_FLOAT])
         return {key: decode_plain(item) for key, item in value.items()}
     return value

@@ -1,0 +1,251 @@
+"""Nothing that was damaged or forged is loaded, and the errors say what is wrong."""
+
+import json
+import re
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from trainwright.checkpointing.errors import (
+    CheckpointingError,
+    DamagedCheckpointError,
+    NoCheckpointError,
+)
+from trainwright.checkpointing.state import Sharded, StateStore
+from trainwright.checkpointing.state.header import parse_header
+from trainwright.checkpointing.state.manifest import Manifest, decode_manifest
+from trainwright.checkpointing.state.tensor_file import FileRecord, plan_header
+from trainwright.checkpointing.state.tree import take_leaves
+from trainwright.checkpointing.testing.files import CrashingFiles
+from trainwright.collectives import Box, ShardSpec
+
+ROOT = Path("/runs/a")
+HERE = Path("there")
+
+
+def _saved():
+    files = CrashingFiles()
+    store = StateStore(ROOT, files=files, run="r", block_bytes=32)
+    for step in (1, 2):
+        folder = store.save(step, _state(step))
+    return files, store, folder
+
+
+def _state(step):
+    return {"w": torch.arange(20.0) + step, "b": torch.tensor(step), "step": step}
+
+
+def _load(store, step=None):
+    target = {"w": torch.zeros(20), "b": torch.tensor(0), "step": 0}
+    return store.load(target, step)
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_no_flipped_bit_is_ever_loaded(data):
+    files, store, folder = _saved()
+    path = data.draw(st.sampled_from([path for path in files.paths() if path.parent == folder]))
+    files.flip_bit(path, data.draw(st.integers(0, 8 * files.size(path) - 1)))
+
+    if store.latest() == 2:
+        with pytest.raises(DamagedCheckpointError, match=re.escape(str(path))):
+            store.verify()
+        with pytest.raises(DamagedCheckpointError, match=re.escape(str(path))):
+            _load(store)
+    assert _load(store, 1)["step"] == 1
+
+
+def test_a_damaged_block_names_file_tensor_and_both_checksums():
+    files, store, folder = _saved()
+    path = folder / "rank-00000.safetensors"
+    data = bytearray(files._file(path).data)
+    at = data.index(_state(2)["w"].numpy().tobytes()[32:64])
+    good = zlib.crc32(data[at : at + 32])
+    files.flip_bit(path, 8 * at + 3)
+    bad = zlib.crc32(files._file(path).data[at : at + 32])
+
+    message = f"{path} is damaged: tensor 'w'.*checksum {good:08x}, found {bad:08x}"
+    with pytest.raises(DamagedCheckpointError, match=message):
+        _load(store)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
+@pytest.mark.parametrize("kept", ["nothing", "all but a byte"])
+def test_a_shortened_file_makes_the_checkpoint_incomplete_and_the_one_before_the_latest(name, kept):
+    files, store, folder = _saved()
+    files.truncate(folder / name, 0 if kept == "nothing" else files.size(folder / name) - 1)
+
+    assert store.latest() == 1
+    assert _load(store)["step"] == 1
+    assert any(str(folder / name) in leftover for leftover in store.leftovers())
+    with pytest.raises(NoCheckpointError, match=re.escape(str(folder / name))):
+        _load(store, 2)
+
+
+def test_damage_beside_the_wanted_part_does_not_hinder_a_load():
+    files = CrashingFiles()
+    store = StateStore(ROOT, files=files, block_bytes=32)
+    path = store.save(1, {"w": torch.arange(64.0)}) / "rank-00000.safetensors"
+    data = bytes(files._file(path).data)
+    files.flip_bit(path, 8 * data.index(torch.arange(8.0).numpy().tobytes()))
+    spec = ShardSpec.of_boxes("w", (64,), [Box((32,), (64,))])
+    target = torch.zeros(32)
+
+    store.load({"w": Sharded(target, spec)})
+
+    assert torch.equal(target, torch.arange(32.0, 64.0))
+    with pytest.raises(DamagedCheckpointError):
+        store.load({"w": torch.zeros(64)})
+
+
+def test_a_newer_format_version_says_so():
+    data = Manifest("r", 1, 1, (), {}).encode().replace(b'"version":1', b'"version":2')
+    body = data[len('{"crc32":"00000000","body":') : -2]
+    data = b'{"crc32":"%08x","body":%s}\n' % (zlib.crc32(body), body)
+    with pytest.raises(DamagedCheckpointError, match="format version 2; this package reads"):
+        decode_manifest(data, HERE)
+
+
+def _header():
+    spec = ShardSpec.of_boxes("w", (4, 6), [Box((0, 0), (4, 3))], ("dp",))
+    leaves = take_leaves(
+        {"w": Sharded(torch.zeros(4, 3), spec), "b": torch.tensor(1.0, dtype=torch.complex128)}
+    )
+    header, _ = plan_header(leaves.tensors.values(), 16)
+    return json.loads(header[8:]), 48 + 16 + 4 * 4
+
+
+def _places(value, path=()):
+    """Yield the path of every value within a JSON value."""
+    yield path
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _places(item, (*path, key))
+
+
+def _replaced(value, path, new):
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = _replaced(value[path[0]], path[1:], new)
+    return copy
+
+
+FORGED = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+    | st.sampled_from(["F32", "U8", "../../etc/passwd", "__crc32__", 2**40, -1, [2**40] * 3]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+def test_the_header_that_the_forgeries_start_from_is_sound():
+    header, data_bytes = _header()
+    assert set(parse_header(json.dumps(header), data_bytes, HERE).tensors) == {"w", "b"}
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_a_forged_header_raises_the_packages_error_and_no_other(data):
+    header, data_bytes = _header()
+    ours = json.loads(header["__metadata__"]["trainwright"])
+    if data.draw(st.booleans()):
+        header = _replaced(
+            header, data.draw(st.sampled_from([*_places(header)])), data.draw(FORGED)
+        )
+    else:
+        ours = _replaced(ours, data.draw(st.sampled_from([*_places(ours)])), data.draw(FORGED))
+        header["__metadata__"]["trainwright"] = json.dumps(ours)
+
+    try:
+        parsed = parse_header(json.dumps(header), data_bytes, HERE)
+    except DamagedCheckpointError:
+        return
+    for info in parsed.tensors.values():
+        assert 0 <= info.begin <= info.end <= data_bytes
+        assert info.spec.numel * info.dtype.itemsize == info.end - info.begin
+
+
+@settings(max_examples=40)
+@given(text=st.binary(max_size=60) | FORGED.map(lambda value: json.dumps(value).encode()))
+@example(text=b"[" * 100_000)
+@example(text=b"9" * 5000)
+@example(text=b'{"a":1,"a":2}')
+@example(text=b"\xff\xfe")
+def test_bytes_that_are_no_header_raise_the_packages_error_and_no_other(text):
+    with pytest.raises(DamagedCheckpointError, match="there is damaged"):
+        parse_header(text, 0, HERE)
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_a_forged_manifest_raises_the_packages_error_and_no_other(data):
+    sound = Manifest("r", 1, 1, (FileRecord(9, 1, 2), None), {"a": 1}).encode()
+    body = json.loads(sound)["body"]
+    body = _replaced(body, data.draw(st.sampled_from([*_places(body)])), data.draw(FORGED))
+    text = json.dumps(body).encode()
+
+    try:
+        manifest = decode_manifest(b'{"crc32":"%08x","body":%s}\n' % (zlib.crc32(text), text), HERE)
+    except DamagedCheckpointError:
+        return
+    assert manifest.step >= 0
+
+
+def test_a_header_length_beyond_the_file_is_refused_before_memory_is_taken():
+    files, store, folder = _saved()
+    path = folder / "rank-00000.safetensors"
+    file = files._file(path)
+    file.data[:8] = (2**62).to_bytes(8, "little")
+    with pytest.raises(DamagedCheckpointError, match="cannot have a header of 4611686018427387904"):
+        _load(store)
+
+
+@pytest.mark.parametrize("boxes", [20_000])
+def test_a_header_with_countless_boxes_is_refused_before_they_are_compared(boxes):
+    header, data_bytes = _header()
+    ours = json.loads(header["__metadata__"]["trainwright"])
+    ours["tensors"]["w"]["spec"]["boxes"] = [[[0, 0], [0, 0]]] * boxes
+    header["__metadata__"]["trainwright"] = json.dumps(ours)
+    with pytest.raises(DamagedCheckpointError, match="has 20000 boxes"):
+        parse_header(json.dumps(header), data_bytes, HERE)
+
+
+def test_a_folder_with_a_checkpoints_name_and_other_contents_is_not_one():
+    files, store, _ = _saved()
+    files.make_folder(ROOT / "step-00000009-0123abcd")
+    files.make_folder(ROOT / "step-00000010")
+    files.make_folder(ROOT / ".saving-step-00000011-0123abcd-r")
+    assert store.steps() == [1, 2]
+    assert len(store.leftovers()) == 2
+
+
+@pytest.mark.parametrize("value", ['"one"', "1", "null", "[" * 900 + "]" * 900])
+def test_a_forged_plain_value_raises_the_packages_error_before_a_tensor_is_written(value):
+    files, store, folder = _saved()
+    manifest = bytes(files._file(folder / "manifest.json").data)
+    body = manifest[len('{"crc32":"00000000","body":') : -2]
+    body = body.replace(b'"step":2}', b'"step":{"__float__":%s}}' % value.encode())
+    files._file(folder / "manifest.json").data[:] = b'{"crc32":"%08x","body":%s}\n' % (
+        zlib.crc32(body),
+        body,
+    )
+    target = {"w": torch.zeros(20), "b": torch.tensor(0), "step": 0}
+
+    with pytest.raises((DamagedCheckpointError, NoCheckpointError)):
+        store.load(target, 2)
+    assert target["w"].count_nonzero() == 0
+
+
+def test_every_error_of_the_package_is_a_checkpointing_error():
+    assert issubclass(DamagedCheckpointError, CheckpointingError)
+    assert issubclass(NoCheckpointError, LookupError)

@@ -1,0 +1,160 @@
+"""Retention removes old checkpoints of its own run and nothing else."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.checkpointing.errors import CheckpointingWarning, NoCheckpointError, TreeError
+from trainwright.checkpointing.state import StateStore
+from trainwright.checkpointing.testing.files import CrashingFiles
+
+
+def _store(files, **options):
+    return StateStore("/runs/a", files=files, **options)
+
+
+def _state(value):
+    return {"w": torch.tensor([float(value)])}
+
+
+def _loaded(store, step=None):
+    return store.load(_state(0), step)["w"].item()
+
+
+@pytest.mark.parametrize(("best", "left"), [(10, [10, 30]), (30, [30]), (20, [20, 30])])
+def test_the_newest_and_the_protected_stay_whatever_the_limit(best, left):
+    store = _store(CrashingFiles(), keep=1)
+    for step in (10, 20, 30):
+        store.save(step, _state(step), protect=[best])
+    assert store.steps() == left
+
+
+def test_paths_to_the_folder_may_be_spelled_in_any_way(tmp_path, monkeypatch):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path)
+
+    roots = ["real", "link", str(tmp_path / "real"), "real/../link"]
+    for step, root in enumerate(itertools.chain(roots, roots)):
+        StateStore(root, keep=1, run="r").save(step, _state(step), protect=[0])
+
+    assert StateStore("real", run="r").steps() == [0, 7]
+
+
+def test_a_store_does_not_lose_its_folder_when_the_working_directory_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = StateStore("run")
+    store.save(1, _state(1))
+    monkeypatch.chdir("/")
+    assert store.latest() == 1
+
+
+def test_a_new_run_in_a_used_folder_rotates_only_its_own_checkpoints():
+    files = CrashingFiles()
+    old = _store(files, run="old")
+    for step in (500, 600, 700):
+        old.save(step, _state(step))
+
+    new = _store(files, keep=3)
+    with pytest.warns(CheckpointingWarning, match="3 checkpoints of other runs"):
+        new.save(100, _state(100))
+    for step in (200, 300, 400):
+        new.save(step, _state(step))
+
+    assert new.steps() == [200, 300, 400]
+    assert new.latest() == 400
+    assert _loaded(new) == 400
+    assert old.steps() == [500, 600, 700]
+
+
+def test_a_store_without_a_run_goes_on_with_the_run_it_loads():
+    files = CrashingFiles()
+    _store(files, run="a", keep=2).save(1, _state(1))
+
+    resumed = _store(files, keep=2)
+    assert _loaded(resumed) == 1
+    for step in (2, 3):
+        resumed.save(step, _state(step))
+
+    assert resumed.run == "a"
+    assert resumed.steps() == [2, 3]
+
+
+def test_the_newest_is_the_one_saved_last_not_the_one_with_the_greatest_number():
+    files = CrashingFiles()
+    store = _store(files, run="a")
+    for step in (9, 10, 100, 20):
+        store.save(step, _state(step))
+    assert store.steps() == [9, 10, 100, 20]
+    assert store.latest() == 20
+
+
+def test_a_step_saved_again_counts_as_new_and_the_newer_one_is_loaded():
+    files = CrashingFiles()
+    store = _store(files, run="a", keep=2)
+    for step, value in ((1, 10), (2, 20), (1, 11)):
+        store.save(step, _state(value))
+
+    assert store.steps() == [2, 1]
+    assert _loaded(store, 1) == 11
+    store.save(3, _state(30))
+    assert store.steps() == [1, 3]
+    assert _loaded(store, 1) == 11
+
+
+def test_a_run_without_checkpoints_is_told_whose_there_are():
+    files = CrashingFiles()
+    _store(files, run="a").save(7, _state(7))
+    with pytest.raises(NoCheckpointError, match=r"of run 'b'; complete: step 7 of run 'a'"):
+        _loaded(_store(files, run="b"))
+    with pytest.raises(NoCheckpointError, match="no complete checkpoint of step 8"):
+        _loaded(_store(files), 8)
+    assert _store(files, run="b").latest() is None
+
+
+@given(
+    saves=st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.sets(st.integers(0, 5))), max_size=8
+    ),
+    keep=st.integers(1, 3),
+)
+def test_what_is_left_is_what_was_kept_and_protected(saves, keep):
+    files = CrashingFiles()
+    stores = {run: _store(files, run=run, keep=keep) for run in "ab"}
+    for store in stores.values():
+        store._has_warned = True
+    model = {"a": [], "b": []}
+
+    for number, (run, step, protect) in enumerate(saves):
+        stores[run].save(step, _state(number), protect=protect)
+        model[run].append((step, number))
+        newest = dict(model[run])
+        model[run] = [
+            (step, number)
+            for place, (step, number) in enumerate(model[run])
+            if place >= len(model[run]) - keep or (step in protect and newest[step] == number)
+        ]
+
+    for run, store in stores.items():
+        newest = dict(model[run])
+        assert sorted(store.steps()) == sorted(newest)
+        for step, number in newest.items():
+            assert _loaded(store, step) == number
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": 0}, "keep must be at least 1"),
+        ({"keep": True}, "keep must be at least 1"),
+        ({"run": "../up"}, "run must be"),
+        ({"run": ""}, "run must be"),
+        ({"block_bytes": 24}, "multiple of 16"),
+    ],
+)
+def test_an_argument_that_makes_no_sense_is_refused(options, message):
+    with pytest.raises(TreeError, match=message):
+        _store(CrashingFiles(), **options)
