@@ -125,7 +125,8 @@ def train_command(options: argparse.Namespace) -> int:
     if options.prepared:
         # Ctrl-C reaches the whole terminal group; the launcher alone answers it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return _work_in_place(place, config, out, resume, options)
+    _work_in_place(place, config, out, resume, options)
+    return 0
 
 
 def settle(options: argparse.Namespace) -> tuple[RunConfig, str, bool]:
@@ -179,7 +180,7 @@ def prepare(config: RunConfig, out: str, resume: bool) -> None:
 @record
 def _work_in_place(
     place: launch.Place, config: RunConfig, out: str, resume: bool, options: argparse.Namespace
-) -> int:
+) -> None:
     def work(world: Communicator) -> worker.Summary:
         agreed = out if options.prepared else _prepared_by_first(world, config, out, resume)
         return worker.run(world, config, agreed, resume)
@@ -187,7 +188,6 @@ def _work_in_place(
     summary = launch.run_as_worker(place, work)
     if place.rank == 0:
         worker.report(summary, getattr(options, "json", False))
-    return 0
 
 
 def _prepared_by_first(world: Communicator, config: RunConfig, out: str, resume: bool) -> str:

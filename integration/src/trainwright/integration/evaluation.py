@@ -47,6 +47,7 @@ def _equal_parts(
     # The last microbatch is filled up with rows that do not count, so that shapes stay the same.
     missing = -len(tokens_NS) % rows
     padding = tokens_NS.new_zeros(missing, tokens_NS.shape[1])
-    tokens = torch.cat((tokens_NS, padding)).unflatten(0, (-1, rows))
-    labels = torch.cat((labels_NS, padding + IGNORE)).unflatten(0, (-1, rows))
-    return tokens, labels
+    tokens = torch.cat((tokens_NS, padding))
+    labels = torch.cat((labels_NS, padding + IGNORE))
+    shape = (-1, rows, tokens_NS.shape[1])
+    return tokens.view(shape), labels.view(shape)

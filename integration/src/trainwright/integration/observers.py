@@ -44,7 +44,7 @@ class MetricsFile:
 
     def __call__(self, record: StepRecord) -> None:
         """Write ``record`` as a line; NaN and infinity are written as null."""
-        row = {
+        row: dict[str, float | str | None] = {
             "step": record.step,
             "loss": _finite(record.loss),
             "grad_norm": _finite(record.grad_norm),
@@ -76,8 +76,10 @@ class Bar:
             TimeRemainingColumn(),
             console=console,
         )
-        fields = {"loss": float("nan"), "norm": float("nan"), "rate": 0.0}
-        self._task = self._progress.add_task("train", total=steps, completed=done, **fields)
+        nan = float("nan")
+        self._task = self._progress.add_task(
+            "train", total=steps, completed=done, loss=nan, norm=nan, rate=0.0
+        )
 
     def __enter__(self) -> Self:
         self._progress.start()

@@ -78,7 +78,9 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
 
 def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
     lr = parts.learning_rate(progress.updates)
-    clip_([piece.parameter.grad for piece in parts.model.pieces.values()], totals.norm, parts.clip)
+    pieces = parts.model.pieces.values()
+    gradients = [grad for piece in pieces if (grad := piece.parameter.grad) is not None]
+    clip_(gradients, totals.norm, parts.clip)
     for group in parts.optimizer.param_groups:
         group["lr"] = lr
     parts.optimizer.step()

@@ -75,7 +75,8 @@ class RunFolder:
         """Move metrics of steps after ``step`` aside: the resumed run makes these steps again."""
         if not self.metrics.exists():
             return
-        kept, superseded = [], []
+        kept: list[str] = []
+        superseded: list[str] = []
         for line in self.metrics.read_text().splitlines():
             (kept if _step_of(line) <= step else superseded).append(line + "\n")
         if superseded:

@@ -166,7 +166,7 @@ def rotary_angles(
     Source: Su et al., RoFormer, section 3.4.2, in the half-split order of Llama's weights.
     """
     exponents = torch.arange(0, head_width, 2, dtype=torch.float64, device=positions_S.device)
-    frequencies = base ** (-exponents / head_width)
+    frequencies = torch.pow(base, -exponents / head_width)
     angles_SE = (positions_S.to(torch.float64)[:, None] * frequencies).repeat(1, 2)
     kept = dtype if dtype == torch.float64 else torch.float32
     return angles_SE.cos().to(kept), angles_SE.sin().to(kept)
@@ -178,7 +178,7 @@ def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _split_heads(features_BSX: torch.Tensor, heads: int) -> torch.Tensor:
-    return features_BSX.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return features_BSX.view(*features_BSX.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _rotate(x_BHSE: torch.Tensor, cos_SE: torch.Tensor, sin_SE: torch.Tensor) -> torch.Tensor:

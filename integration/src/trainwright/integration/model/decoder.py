@@ -44,14 +44,15 @@ class DecoderStage(nn.Module):
         self.runner = runner
         self.is_first = blocks.start == 0
         self.is_last = blocks.stop == shape.layers
-        self.model = nn.Module()
+        numbered = nn.ModuleDict({str(i): Block(shape, layers) for i in blocks})
+        self.model = nn.ModuleDict()
         if self.is_first:
-            self.model.embed_tokens = layers.embedding(shape.vocabulary, shape.width)
-        self.model.layers = nn.ModuleDict({str(i): Block(shape, layers) for i in blocks})
+            self.model["embed_tokens"] = layers.embedding(shape.vocabulary, shape.width)
+        self.model["layers"] = numbered
         if self.is_last:
-            self.model.norm = RMSNorm(shape.width, shape.norm_epsilon)
+            self.model["norm"] = RMSNorm(shape.width, shape.norm_epsilon)
             self.lm_head = layers.column(shape.width, shape.vocabulary)
-        self._blocks: Sequence[nn.Module] = list(self.model.layers.values())
+        self._blocks: Sequence[nn.Module] = list(numbered.values())
 
     def forward(
         self,
@@ -62,7 +63,7 @@ class DecoderStage(nn.Module):
     ) -> torch.Tensor:
         """Return the next stage's input [B, S, D], or logits [B, S, V] on the last stage."""
         if hidden_BSD is None:
-            hidden_BSD = self.model.embed_tokens(tokens_BS)
+            hidden_BSD = self.model["embed_tokens"](tokens_BS)
         positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         cos_SE, sin_SE = rotary_angles(
             positions_S, self.shape.head_width, self.shape.rope_base, hidden_BSD.dtype
@@ -70,7 +71,7 @@ class DecoderStage(nn.Module):
         hidden_BSD = self.runner(self._blocks, hidden_BSD, cos_SE, sin_SE)
         if not self.is_last:
             return hidden_BSD
-        logits_BSV: torch.Tensor = self.lm_head(self.layers.enter(self.model.norm(hidden_BSD)))
+        logits_BSV: torch.Tensor = self.lm_head(self.layers.enter(self.model["norm"](hidden_BSD)))
         return logits_BSV
 
     def loss(
