@@ -59,6 +59,10 @@ def _cases(layouts: list[tuple[int, int, int]]) -> list[tuple[str, dict[str, obj
     return cases
 
 
+def _name(layout: str) -> str:
+    return layout.replace("=", "").replace(",", "-")
+
+
 def _shape(layout: str) -> ModelShape:
     return UNGROUPED if "tp=8" in layout else GROUPED
 
@@ -124,7 +128,7 @@ def assert_close(what: str, found: torch.Tensor, right: torch.Tensor, tolerance:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize(("layout", "variant"), SAMPLE)
+@pytest.mark.parametrize(("layout", "variant"), SAMPLE, ids=[_name(layout) for layout, _ in SAMPLE])
 def test_one_step_in_a_layout_is_the_serial_step(
     layout: str, variant: dict[str, object], dtype: str
 ) -> None:
@@ -136,7 +140,7 @@ def test_one_step_in_a_layout_is_the_serial_step(
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", [f"dp={dp},tp={tp},pp={pp}" for dp, tp, pp in ALL])
+@pytest.mark.parametrize("layout", [f"dp={dp},tp={tp},pp={pp}" for dp, tp, pp in ALL], ids=_name)
 def test_one_step_in_every_layout_is_the_serial_step(
     layout: str, variant: dict[str, object], dtype: str
 ) -> None:
@@ -148,7 +152,7 @@ def test_one_step_in_every_layout_is_the_serial_step(
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("layout", ["dp=2,tp=2,pp=2"])
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,pp=2"], ids=_name)
 def test_fifty_steps_in_a_layout_follow_the_serial_run(layout: str, dtype: str) -> None:
     assert_same_trajectory(settings(layout=layout, dtype=dtype, microbatches=2, zero=1, steps=50))
 

@@ -13,10 +13,10 @@ ACTIVATIONS = "packages/checkpointing/src/trainwright/checkpointing/activations"
 INTEGRATION = "integration/src/trainwright/integration"
 
 ONE_STEP = "test_one_step_in_a_layout and float64"
-IN_3D = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp=2,tp=2,pp=2")
-IN_PIPELINE = ("tests/test_law.py", "-k", f"{ONE_STEP} and pp=5")
+IN_3D = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp2-tp2-pp2")
+IN_PIPELINE = ("tests/test_law.py", "-k", f"{ONE_STEP} and pp5")
 TRAJECTORY = ("tests/test_law.py", "-k", "fifty_steps_in_a_layout and float64")
-IN_DATA = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp=3,pp=2")
+IN_DATA = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp3-pp2")
 
 
 @attrs.frozen
