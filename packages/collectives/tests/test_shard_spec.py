@@ -11,6 +11,9 @@ from trainwright.collectives.errors import UsageError
 from trainwright.collectives.shard_spec import Box, ShardSpec
 from trainwright.collectives.testing.values import boxes, shapes, shard_partitions
 
+# The columns of a 2 x 4 tensor, the right ones first.
+HALVES = [Box((0, 2), (2, 4)), Box((0, 0), (2, 2))]
+
 
 def labels(shape):
     """A tensor in which every element's value is its own global position."""
@@ -113,6 +116,13 @@ def test_narrowing_a_spec_narrows_its_local_data(data):
     assert narrow.numel == stop - start
 
 
+def test_a_range_of_a_range_counts_from_the_first_ones_start():
+    spec = ShardSpec.of_boxes("w", (2, 4), HALVES).narrow(1, 7).narrow(2, 5)
+
+    assert (spec.start, spec.stop) == (3, 6)
+    assert spec.extract(labels((2, 4))).tolist() == [7, 0, 1]
+
+
 def test_boxes_are_concatenated_along_the_first_dim_only_where_the_rest_agrees():
     tall = ShardSpec.of_boxes("w", (6, 4), [Box((0, 0), (1, 2)), Box((2, 2), (5, 4))])
     mixed = ShardSpec.of_boxes("w", (6, 4), [Box((0, 0), (1, 2)), Box((2, 0), (5, 4))])
@@ -173,6 +183,9 @@ def test_any_cut_of_a_tensor_is_rebuilt_exactly_from_any_other(drawn):
 
 
 @given(two_partitions())
+@example(
+    ((2, 4), [ShardSpec.full("weight", (2, 4))], [ShardSpec.of_boxes("weight", (2, 4), HALVES)])
+)
 def test_runs_of_an_overlap_are_as_long_as_both_orders_allow(drawn):
     shape, have, want = drawn
     whole = labels(shape)

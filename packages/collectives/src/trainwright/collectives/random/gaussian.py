@@ -1,9 +1,9 @@
 """The Box-Muller transform from correctly rounded operations only.
 
-``torch.log`` and ``torch.cos`` differ in the last bits between devices, vector widths and even
-between the body and the tail of one tensor. Sums, products, quotients and roots do not (IEEE 754),
-so what is made of them is the same bits everywhere. Each product and sum is a call of its own: a
-fused multiply-add would round differently.
+``torch.log`` and ``torch.cos`` promise no rounding: their last bits may differ between devices,
+processors and mathematical libraries. Sums, products, quotients and roots are exact to the last bit
+(IEEE 754), so what is made of them is the same everywhere. Each product and sum is a call of its
+own: a fused multiply-add would round differently.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Key:
     @property
     def words(self) -> tuple[int, int]:
         """The two 32-bit key words, the same in every process and version of Python."""
-        text = self.seed.to_bytes(8, "little") + self.name.encode()
+        text = self.seed.to_bytes(8, "little") + self.name.encode("utf-8", "surrogatepass")
         digest = hashlib.blake2b(text, digest_size=8).digest()
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 

@@ -14,7 +14,9 @@ from trainwright.collectives.shard_spec import ShardSpec
 
 def shapes(max_dims: int = 3, max_size: int = 7) -> st.SearchStrategy[tuple[int, ...]]:
     """Draw tensor shapes, among them the shape of a scalar and shapes without elements."""
-    return st.lists(st.integers(0, max_size), max_size=max_dims).map(tuple)
+    with_elements = st.lists(st.integers(1, max_size), min_size=1, max_size=max_dims)
+    any_sizes = st.lists(st.integers(0, max_size), max_size=max_dims)
+    return st.one_of(with_elements, with_elements, any_sizes).map(tuple)
 
 
 def keys() -> st.SearchStrategy[Key]:
@@ -30,8 +32,11 @@ def keys() -> st.SearchStrategy[Key]:
 @st.composite
 def boxes(draw: st.DrawFn, shape: Sequence[int]) -> Box:
     """Draw a box of a tensor of ``shape``; it may be empty or the whole tensor."""
-    start = tuple(draw(st.integers(0, size)) for size in shape)
-    stop = tuple(draw(st.integers(first, size)) for first, size in zip(start, shape, strict=True))
+    start = tuple(draw(st.just(0) | st.integers(0, size)) for size in shape)
+    stop = tuple(
+        draw(st.just(size) | st.integers(first, size))
+        for first, size in zip(start, shape, strict=True)
+    )
     return Box(start, stop)
 
 
