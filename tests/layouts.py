@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -16,8 +16,6 @@ from trainwright.integration.parts import Parts, Progress, assemble
 from trainwright.integration.recipe import StepRecord, train
 from trainwright.integration.training_state import MOMENTS, materialise_moments
 
-Fault = Callable[[Parts], None]
-
 
 @attrs.frozen(eq=False)
 class Shard:
@@ -28,10 +26,18 @@ class Shard:
     weight: torch.Tensor
 
 
-def step_in_layout(config: RunConfig, shape: ModelShape, before: Snapshot) -> Outcome:
-    """Load a serial state into a layout of rank threads, make one step and join the result."""
-    world = LocalWorld(config.mesh.world_size, timeout_s=60.0)
-    return join(world.run(one_step, config, shape, before))
+def steps_in_layout(
+    config: RunConfig, shape: ModelShape, states: Sequence[Snapshot]
+) -> list[Outcome]:
+    """Load serial states into a layout of rank threads, make a step after each, join the ranks."""
+
+    def work(comm: Communicator) -> list[tuple[StepRecord, dict[str, Shard]]]:
+        parts = assemble(config, comm, text(), shape)
+        gradients = observe_gradients(parts)
+        return [one_step(parts, gradients, before) for before in states]
+
+    ranks = LocalWorld(config.mesh.world_size, timeout_s=60.0).run(work)
+    return [join([rank[index] for rank in ranks]) for index in range(len(states))]
 
 
 def trajectory(config: RunConfig, shape: ModelShape) -> list[StepRecord]:
@@ -46,13 +52,8 @@ def trajectory(config: RunConfig, shape: ModelShape) -> list[StepRecord]:
     return LocalWorld(config.mesh.world_size, timeout_s=60.0).run(work)[0]
 
 
-def one_step(
-    comm: Communicator, config: RunConfig, shape: ModelShape, before: Snapshot
-) -> tuple[StepRecord, dict[str, Shard]]:
-    """Make the step after ``before`` on this rank."""
-    settings = attrs.evolve(config, steps=config.steps)
-    parts = assemble(settings, comm, text(), shape)
-    progress = load_snapshot(parts, before)
+def observe_gradients(parts: Parts) -> dict[str, torch.Tensor]:
+    """Return a dict that holds the clipped gradients of the last update, by name."""
     gradients: dict[str, torch.Tensor] = {}
     update = parts.optimizer.step
 
@@ -62,8 +63,15 @@ def one_step(
         return update(*arguments)
 
     parts.optimizer.step = observed_update
+    return gradients
+
+
+def one_step(
+    parts: Parts, gradients: dict[str, torch.Tensor], before: Snapshot
+) -> tuple[StepRecord, dict[str, Shard]]:
+    """Make the step after ``before`` on this rank."""
     records: list[StepRecord] = []
-    _train_one(parts, progress, records)
+    _train_one(parts, load_snapshot(parts, before), records)
     shards = {
         name: Shard(piece.spec, gradients[name], piece.parameter.detach().clone())
         for name, piece in parts.model.pieces.items()
