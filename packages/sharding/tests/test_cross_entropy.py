@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.collectives import LocalWorld, SingleCommunicator
@@ -44,12 +44,10 @@ def tolerance(dtype):
     return 512 * torch.finfo(computed_in).eps, 4 * torch.finfo(dtype).eps
 
 
-@given(
-    st.data(),
-    st.sampled_from([1, 2, 3, 4]),
-    st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
-    st.sampled_from([(0,), (1,), (7,), (2, 5), ()]),
-)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@settings(max_examples=6)
+@given(data=st.data(), shape=st.sampled_from([(7,), (2, 5), (1,), (0,), ()]))
 def test_losses_and_gradients_are_those_of_one_process(data, size, dtype, shape):
     vocabulary = data.draw(shard_sizes(size))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))

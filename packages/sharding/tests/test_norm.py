@@ -250,6 +250,13 @@ def test_bad_elements_are_counted_one_by_one():
     assert non_finite_count([values, torch.ones(3), values[4999:]]).item() == 4.0
 
 
+def test_the_last_of_millions_of_elements_is_counted_too():
+    values = torch.zeros((1 << 22) + 2)
+    values[-1] = math.inf
+
+    assert non_finite_count([values]).item() == 1.0
+
+
 def test_strided_gradients_are_read_right():
     values = torch.arange(60.0).view(6, 10)
 

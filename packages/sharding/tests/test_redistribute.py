@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.collectives import LocalWorld
@@ -19,7 +19,6 @@ from trainwright.sharding import (
     plan_redistribution,
     redistribute,
 )
-from trainwright.sharding.testing import activation_placements
 
 AXES = ("dp", "tp")
 
@@ -48,50 +47,65 @@ def dual(placements, gradient):
     return {**found, **gradient}
 
 
-def check(shape, source, target, gradient):
+def check(shape, cases):
+    """Compare value and gradient of every case with the definition, in one world."""
     whole = torch.randn(12, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     upstream = torch.randn(12, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def run(world):
         mesh = Mesh(world, shape)
         terms = {axis: terms_for(mesh.size(axis)) for axis in AXES}
-        given_part = part_of(whole, source, mesh, terms).requires_grad_()
-        result = redistribute(given_part, mesh, source, target, gradient=gradient)
-        total = result.detach().clone()
-        summed = [axis for axis in AXES if target.get(axis) == Partial()]
-        if summed:
-            mesh.communicator(*summed).all_reduce(total).wait()
-        kept = {axis: p for axis, p in target.items() if p != Partial()}
-        result.backward(part_of(upstream, dual(target, gradient), mesh, terms))
-        return (
-            (total, part_of(whole, kept, mesh, terms)),
-            (given_part.grad, part_of(upstream, dual(source, {}), mesh, terms)),
-        )
+        for source, target, gradient in cases:
+            part = part_of(whole, source, mesh, terms).requires_grad_()
+            result = redistribute(part, mesh, source, target, gradient=gradient)
+            total = result.detach().clone()
+            summed = [axis for axis in AXES if target.get(axis) == Partial()]
+            if summed:
+                mesh.communicator(*summed).all_reduce(total).wait()
+            kept = {axis: p for axis, p in target.items() if p != Partial()}
+            result.backward(part_of(upstream, dual(target, gradient), mesh, terms))
+            torch.testing.assert_close(total, part_of(whole, kept, mesh, terms))
+            torch.testing.assert_close(part.grad, part_of(upstream, dual(source, {}), mesh, terms))
 
-    for value, gradient_pair in LocalWorld(shape.world_size).run(run):
-        torch.testing.assert_close(*value)
-        torch.testing.assert_close(*gradient_pair)
+    LocalWorld(shape.world_size).run(run)
 
 
 PLACEMENTS = [Replicate(), Shard(0), Shard(1), Partial()]
 
 
-@pytest.mark.parametrize("size", [1, 3])
+def all_cases(axes):
+    for source, target in itertools.product(
+        itertools.product(PLACEMENTS, repeat=len(axes)), repeat=2
+    ):
+        choices = [
+            [{}, {axis: Partial()}] if p == Replicate() else [{}]
+            for axis, p in zip(axes, target, strict=True)
+        ]
+        for gradients in itertools.product(*choices):
+            gradient = {axis: p for chosen in gradients for axis, p in chosen.items()}
+            yield (
+                dict(zip(axes, source, strict=True)),
+                dict(zip(axes, target, strict=True)),
+                gradient,
+            )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_transition_on_one_axis_keeps_value_and_gradient(size):
-    for source, target in itertools.product(PLACEMENTS, PLACEMENTS):
-        check(MeshShape(tp=size), {"tp": source}, {"tp": target}, {})
-        if target == Replicate():
-            check(MeshShape(tp=size), {"tp": source}, {"tp": target}, {"tp": Partial()})
+    check(MeshShape(tp=size), list(all_cases(("tp",))))
 
 
-@given(st.data(), st.sampled_from([(2, 2), (3, 2), (2, 3), (1, 4)]))
-def test_every_plan_on_two_axes_keeps_value_and_gradient(data, sizes):
-    source = {axis: data.draw(activation_placements(2), label=f"source {axis}") for axis in AXES}
-    target = {axis: data.draw(activation_placements(2), label=f"target {axis}") for axis in AXES}
-    replicated = [axis for axis in AXES if target[axis] == Replicate()]
-    gradient = {axis: Partial() for axis in replicated if data.draw(st.booleans())}
+def test_every_plan_on_two_axes_keeps_value_and_gradient():
+    check(MeshShape(dp=2, tp=2), list(all_cases(AXES)))
 
-    check(MeshShape(dp=sizes[0], tp=sizes[1]), source, target, gradient)
+
+@given(
+    st.lists(st.sampled_from(list(all_cases(AXES))), min_size=5, max_size=10),
+    st.sampled_from([(3, 2), (2, 3), (1, 4)]),
+)
+@settings(max_examples=5)
+def test_plans_on_meshes_of_other_sizes_keep_value_and_gradient(cases, sizes):
+    check(MeshShape(dp=sizes[0], tp=sizes[1]), cases)
 
 
 def test_all_plans_on_three_axes_cut_from_the_outer_axis_inwards_and_join_back():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -23,7 +23,9 @@ from trainwright.sharding.testing import (
     shard_sizes,
 )
 
-SIZES = st.sampled_from([1, 2, 3, 4])
+# What is a choice is tried in full; what is a size or a value is drawn.
+every_size = pytest.mark.parametrize("size", [1, 2, 3])
+a_few = settings(max_examples=4)
 DTYPES = st.sampled_from([torch.float64, torch.float32])
 
 
@@ -47,7 +49,10 @@ class Counting:
         return value
 
 
-@given(st.data(), SIZES, DTYPES, st.booleans(), st.booleans())
+@every_size
+@pytest.mark.parametrize("gather", [False, True])
+@a_few
+@given(data=st.data(), dtype=DTYPES, bias=st.booleans())
 def test_column_parallel_linear_is_the_plain_linear(data, size, dtype, bias, gather):
     width, out = data.draw(st.integers(1, 6)), data.draw(shard_sizes(size))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -62,7 +67,11 @@ def test_column_parallel_linear_is_the_plain_linear(data, size, dtype, bias, gat
     check_computes_the_plain_module(build, plain, input, size, output_dim=output_dim)
 
 
-@given(st.data(), SIZES, DTYPES, st.booleans(), st.booleans())
+@every_size
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+@a_few
+@given(data=st.data(), dtype=DTYPES)
 def test_row_parallel_linear_is_the_plain_linear(data, size, dtype, bias, parallel):
     width, out = data.draw(shard_sizes(size)), data.draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -77,7 +86,9 @@ def test_row_parallel_linear_is_the_plain_linear(data, size, dtype, bias, parall
     check_computes_the_plain_module(build, plain, input, size, input_dim=input_dim)
 
 
-@given(st.data(), SIZES, DTYPES)
+@every_size
+@a_few
+@given(data=st.data(), dtype=DTYPES)
 def test_vocab_parallel_embedding_is_the_plain_embedding(data, size, dtype):
     vocabulary, width = data.draw(shard_sizes(size)), data.draw(st.integers(1, 5))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -91,7 +102,9 @@ def test_vocab_parallel_embedding_is_the_plain_embedding(data, size, dtype):
     check_computes_the_plain_module(build, plain, indices, size)
 
 
-@given(st.data(), SIZES)
+@every_size
+@a_few
+@given(data=st.data())
 def test_a_column_and_a_row_layer_are_an_mlp_of_one_all_reduce_each_way(data, size):
     width, middle = data.draw(st.integers(1, 4)), data.draw(shard_sizes(size))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))

@@ -1,4 +1,4 @@
-"""Strategies for meshes and placements, and the laws that parallel modules keep."""
+"""Strategies for meshes and sizes, and the laws that parallel modules keep."""
 
 from trainwright.sharding.testing.laws import (
     assert_close,
@@ -8,14 +8,12 @@ from trainwright.sharding.testing.laws import (
     mesh_of,
 )
 from trainwright.sharding.testing.strategies import (
-    activation_placements,
     layouts_of,
     mesh_shapes,
     shard_sizes,
 )
 
 __all__ = [
-    "activation_placements",
     "assert_close",
     "check_computes_the_plain_module",
     "check_pieces_tile_the_parameters",

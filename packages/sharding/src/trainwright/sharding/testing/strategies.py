@@ -1,11 +1,10 @@
-"""Hypothesis strategies: mesh shapes, layouts of a world, placements of activations."""
+"""Hypothesis strategies: mesh shapes, layouts of a world, sizes that ranks can share."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
 from trainwright.sharding.mesh.shape import DENSE_AXES, MeshShape
-from trainwright.sharding.placement.values import Partial, Placement, Replicate, Shard
 
 
 @st.composite
@@ -44,12 +43,6 @@ def layouts_of(draw: st.DrawFn, world_size: int) -> MeshShape:
 def shard_sizes(parts: int, max_part: int = 4) -> st.SearchStrategy[int]:
     """Draw a size that ``parts`` ranks can share equally."""
     return st.integers(1, max_part).map(lambda part: part * parts)
-
-
-def activation_placements(ndim: int) -> st.SearchStrategy[Placement]:
-    """Draw how an activation with ``ndim`` dims lies on one axis."""
-    shards = [Shard(dim) for dim in range(ndim)]
-    return st.sampled_from([Replicate(), *shards, Partial()])
 
 
 def _divisors(number: int) -> list[int]:
