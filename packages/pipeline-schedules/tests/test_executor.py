@@ -133,7 +133,7 @@ def placed(rank_of_stage: Sequence[int], num_microbatches: int, *, all_first: bo
     return Schedule(actions, rank_of_stage, num_microbatches)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     generator=st.sampled_from(GENERATORS),
     ranks=st.integers(1, 5),

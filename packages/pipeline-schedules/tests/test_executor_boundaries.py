@@ -53,6 +53,7 @@ class Counting:
         self.sent: list[torch.Tensor] = []
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+        assert tensor.is_contiguous()
         self.sent.append(tensor.clone())
         return self.comm.send(tensor, peer, tag)
 

@@ -287,6 +287,17 @@ def test_a_loss_that_is_no_sum_is_refused(loss: Any, message: str) -> None:
         single(sequential(1, 1), loss=loss).step(inputs, divisor=1.0)
 
 
+def test_losses_may_differ_in_dtype_from_microbatch_to_microbatch() -> None:
+    dtypes = [torch.float32, torch.float64, torch.float32]
+    stage = Affine()
+    executor = single(sequential(1, 3), stage, loss=lambda output, dtype: output.sum().to(dtype))
+
+    executor.step(lambda s, m: {**inputs(s, m), "dtype": dtypes[m]}, divisor=4.0)
+
+    assert stage.weight.grad is not None
+    assert float(stage.weight.grad) == (2 + 4 + 6) / 4
+
+
 def test_stage_and_loss_each_get_the_inputs_they_have_a_parameter_for() -> None:
     def loss(output: torch.Tensor, hidden: torch.Tensor, weight: float) -> torch.Tensor:
         return weight * (output - hidden).sum()

@@ -21,8 +21,6 @@ from trainwright.pipeline_schedules.execute.protocol import Transport
 Slot = tuple[int, int]
 """A stage and a microbatch."""
 
-_FORWARD, _BACKWARD = 0, 1
-
 
 @attrs.frozen(eq=False)
 class Links:
@@ -45,22 +43,23 @@ class Links:
         """Whether two stages lie on one rank, so that nothing travels between them."""
         return self.rank_of_stage[stage] == self.rank_of_stage[neighbour]
 
-    def sender(self, slot: Slot, step: int, direction: int) -> Callable[[torch.Tensor], Work]:
+    def sender(self, slot: Slot, step: int) -> Callable[[torch.Tensor], Work]:
         """A function that sends to the neighbour ``step`` stages on."""
-        peer, tag = self._address(slot, step, direction)
+        peer, tag = self._address(slot, step)
         return lambda tensor: self.transport.send(tensor, peer, tag)
 
-    def receiver(self, slot: Slot, step: int, direction: int) -> Callable[[torch.Tensor], Work]:
+    def receiver(self, slot: Slot, step: int) -> Callable[[torch.Tensor], Work]:
         """A function that receives from the neighbour ``step`` stages on."""
-        peer, tag = self._address(slot, step, direction)
+        peer, tag = self._address(slot, step)
         return lambda tensor: self.transport.recv(tensor, peer, tag)
 
-    def _address(self, slot: Slot, step: int, direction: int) -> tuple[int, int]:
-        # Each boundary, microbatch and direction has its own tag: with two ranks the previous and
-        # the next neighbour are the same peer, and nothing else would tell their messages apart.
+    def _address(self, slot: Slot, step: int) -> tuple[int, int]:
+        # Each boundary and microbatch has its own tag, output one way and gradient the other: with
+        # two ranks the neighbours before and behind are the same peer, and nothing else would tell
+        # their messages apart.
         stage, microbatch = slot
-        number = microbatch * len(self.rank_of_stage) + min(stage, stage + step)
-        return self.rank_of_stage[stage + step], 2 * number + direction
+        tag = microbatch * len(self.rank_of_stage) + min(stage, stage + step)
+        return self.rank_of_stage[stage + step], tag
 
 
 class Transfers:
@@ -80,7 +79,7 @@ class Transfers:
 
     def expect_input(self, slot: Slot) -> None:
         """Start receiving what the stage before hands to this one."""
-        receive = self._links.receiver(slot, -1, _FORWARD)
+        receive = self._links.receiver(slot, -1)
         declared = self._links.boundary.outputs.get(slot[0] - 1)
         incoming = _IncomingCrossing(receive, self._links.transport.device, declared)
         if not self._links.receive_ahead:
@@ -93,7 +92,7 @@ class Transfers:
 
     def send_output(self, slot: Slot, crossing: Crossing, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending a stage's output, behind a header where the boundary is not declared."""
-        send = self._links.sender(slot, 1, _FORWARD)
+        send = self._links.sender(slot, 1)
         messages = [_on_the_wire(tensor) for tensor in tensors]
         if slot[0] not in self._links.boundary.outputs:
             messages[:0] = _header_messages(crossing, self._links.transport.device)
@@ -109,7 +108,7 @@ class Transfers:
 
     def expect_gradient(self, slot: Slot, specs: Sequence[TensorSpec]) -> None:
         """Start receiving the gradients of a stage's output, one message for each spec."""
-        receive = self._links.receiver(slot, 1, _BACKWARD)
+        receive = self._links.receiver(slot, 1)
         self._gradients[slot] = _Incoming(receive, self._links.transport.device, specs)
 
     def await_gradient(self, slot: Slot) -> list[torch.Tensor]:
@@ -118,7 +117,7 @@ class Transfers:
 
     def send_gradient(self, slot: Slot, gradients: Sequence[torch.Tensor]) -> None:
         """Start sending the gradients of a stage's boundary inputs."""
-        send = self._links.sender(slot, -1, _BACKWARD)
+        send = self._links.sender(slot, -1)
         messages = [_on_the_wire(gradient) for gradient in gradients]
         self._sent_gradients.append(_Outgoing(send, messages))
         if len(self._sent_gradients) > self._window:
@@ -144,7 +143,6 @@ class _Outgoing:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        self._messages.clear()
 
 
 class _Incoming:
