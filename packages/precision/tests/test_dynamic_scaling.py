@@ -384,6 +384,22 @@ def test_a_float16_loss_is_scaled_without_overflow():
     assert DynamicLossScaler(65536.0).scale(loss).item() == 5.0 * 65536.0
 
 
+def test_a_loss_is_multiplied_by_the_scale_of_the_moment():
+    scaler = DynamicLossScaler(64.0, growth_interval=2)
+    one = torch.tensor(1.0)
+    scales = [scaler.scale(one).item()]
+    for step in (overflow, clean, clean):
+        step(scaler)
+        scales.append(scaler.scale(one).item())
+    scaler.update(5.0)
+    state = {**scaler.state_dict(), "scale": 7.0}
+    scales.append(scaler.scale(one).item())
+    scaler.load_state_dict(state)
+    scales.append(scaler.scale(one).item())
+
+    assert scales == [64.0, 32.0, 32.0, 64.0, 5.0, 7.0]
+
+
 def test_several_losses_get_one_scale_and_keep_their_container():
     scaler = StaticLossScaler(4.0)
     losses = [torch.tensor(1.0), torch.tensor(2.0)]

@@ -113,6 +113,14 @@ def test_an_optimizer_takes_groups_of_which_one_is_empty():
     assert [group["param_names"] for group in optimizer.param_groups] == [["w"], []]
 
 
+def test_a_rank_without_parameters_still_has_an_optimizer_of_two_groups():
+    optimizer = torch.optim.AdamW(decay_groups([], 0.1), lr=0.1, fused=True)
+
+    optimizer.step()
+
+    assert [group["params"] for group in optimizer.param_groups] == [[], []]
+
+
 def test_the_table_shows_each_parameter_before_and_after_the_optimizer_takes_it():
     parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in WHOLE.items()}
     groups = decay_groups({**parameters, "t": nn.Parameter(torch.ones(()))}.items(), 0.1)
