@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -74,8 +75,10 @@ def test_a_crash_after_any_operation_leaves_the_last_step_or_the_new_one(num_ran
 
         for seed in range(3):
             survivor = files.after_crash(seed)
-            latest = StateStore(ROOT, files=survivor, run="r").latest()
+            store = StateStore(ROOT, files=survivor, run="r")
+            latest = store.latest()
             assert latest in (1, 2)
+            assert all("interrupted" in leftover for leftover in store.leftovers())
             assert crash_after < whole.num_operations or latest == 2
             _claim_is_step(_load(survivor), latest)
             if keep is None:
@@ -233,12 +236,15 @@ def test_a_killed_process_leaves_a_checkpoint_that_loads(tmp_path):
         text=True,
         env=environment,
     )
+    deadline = threading.Timer(100, process.kill)
+    deadline.start()
     try:
         reported = int(process.stdout.readline())
         time.sleep(0.2 + 0.1 * torch.rand(()).item())
         process.send_signal(signal.SIGKILL)
         rest = process.stdout.read().split()
     finally:
+        deadline.cancel()
         process.kill()
         process.wait(30)
         process.stdout.close()

@@ -106,10 +106,12 @@ class CountingFiles(CrashingFiles):
     def __init__(self):
         super().__init__()
         self.num_read = 0
+        self.num_opened = 0
 
     def open(self, path):
         reader = super().open(path)
         if path.suffix == ".safetensors":
+            self.num_opened += 1
             inner = reader.read_into
 
             def read_into(offset, buffer):
@@ -134,6 +136,40 @@ def test_a_load_reads_only_the_blocks_that_hold_its_part(part):
     assert torch.equal(target, whole[16 * part : 16 * part + 16])
     header_and_table = 8 + 800 + 4 * 64
     assert target.nbytes <= files.num_read <= target.nbytes + header_and_table
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_rank_on_its_old_place_opens_its_own_file_only(num_ranks):
+    files = CountingFiles()
+    whole = torch.arange(12.0)
+
+    def part(comm):
+        ends = [12 * rank // comm.size for rank in (comm.rank, comm.rank + 1)]
+        spec = ShardSpec.full("w", (12,)).narrow(*ends)
+        return {"w": Sharded(spec.extract(whole), spec)}
+
+    LocalWorld(num_ranks).run(lambda comm: _store(files, comm).save(1, part(comm)))
+    LocalWorld(num_ranks).run(lambda comm: _store(files, comm).load(part(comm)))
+
+    assert files.num_opened == num_ranks
+
+
+def test_pieces_that_cross_and_leave_an_equal_hole_are_an_error_at_the_load():
+    files = CrashingFiles()
+
+    def save(comm):
+        spec = ShardSpec.full("w", (8,)).narrow(2 * comm.rank, 2 * comm.rank + 4)
+        _store(files, comm).save(1, {"w": Sharded(torch.ones(4), spec)})
+
+    LocalWorld(2).run(save)
+    with pytest.raises(MismatchError, match="w: element 2 of this rank's part is there twice"):
+        _store(files).load({"w": torch.zeros(8)})
+    spec = ShardSpec.full("w", (8,)).narrow(4, 8)
+    with pytest.raises(MismatchError, match="w: only 2 of this rank's 4 elements are there"):
+        _store(files).load({"w": Sharded(torch.zeros(4), spec)})
+    spec = ShardSpec.of_boxes("w", (8,), [Box((6,), (8,)), Box((0,), (2,))])
+    with pytest.raises(MismatchError, match="w: element 0 of this rank's part is not there"):
+        _store(files).load({"w": Sharded(torch.zeros(4), spec)})
 
 
 def test_a_gated_weight_keeps_its_row_order_on_any_number_of_ranks():

@@ -120,7 +120,7 @@ class TensorFile:
         length = int.from_bytes(self._read(0, 8), "little")
         if not 2 <= length <= min(record.size - 8, MAX_HEADER_BYTES):
             raise DamagedCheckpointError(
-                f"{self._path}: a file of {record.size} bytes cannot have a header of {length}"
+                f"{self._path} is damaged: {record.size} bytes cannot have a header of {length}"
             )
         header = self._read(0, 8 + length)
         if zlib.crc32(header) != record.header_crc32:
