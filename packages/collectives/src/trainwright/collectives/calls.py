@@ -104,6 +104,25 @@ class Backend(Protocol):
         ...
 
 
+def members_by_color(table: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Return the ranks of each color in the order of (key, rank), by rows [has color, color, key].
+
+    Colors stand in ascending order, so that all ranks go through them alike.
+    """
+    colors = sorted({color for has_color, color, _ in table if has_color})
+    return {
+        chosen: [
+            rank
+            for _, rank in sorted(
+                (key, rank)
+                for rank, (has_color, color, key) in enumerate(table)
+                if has_color and color == chosen
+            )
+        ]
+        for chosen in colors
+    }
+
+
 def describe_tensor(tensor: torch.Tensor) -> str:
     """Name dtype and shape."""
     return f"{describe_dtype(tensor.dtype)}{list(tensor.shape)}"

@@ -11,9 +11,8 @@ from trainwright.collectives import checks
 from trainwright.collectives.calls import Backend, Call, Kind
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.protocol import Recv, ReduceOp, Send, Work
+from trainwright.collectives.staging import Copies, readable, writable
 from trainwright.collectives.works import CopyBackWork, DeferredWork, JoinedWork
-
-Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class CheckedCommunicator:
@@ -61,8 +60,8 @@ class CheckedCommunicator:
         """See `Communicator.all_reduce`."""
         what = "all_reduce"
         copies: Copies = []
-        dtype = checks.resolve_reduce_dtype(what, tensor.dtype, op, reduce_dtype)
-        data = self._writable(what, tensor, copies, keep=True)
+        data = writable(what, tensor, self._device, copies, keep=True)
+        dtype = checks.resolve_reduce_dtype(what, data.dtype, op, reduce_dtype)
         call = Call(Kind.ALL_REDUCE, data, data, tuple(data.shape), data.dtype, op, dtype)
         return self._start(call, timeout_s, copies)
 
@@ -78,11 +77,11 @@ class CheckedCommunicator:
         """See `Communicator.reduce_scatter`."""
         what = "reduce_scatter"
         copies: Copies = []
-        dtype = checks.resolve_reduce_dtype(what, output.dtype, op, reduce_dtype)
         checks.check_same_dtype(what, output, input)
+        dtype = checks.resolve_reduce_dtype(what, output.dtype, op, reduce_dtype)
         checks.check_concatenated(what, input, output, self._size)
-        source = self._readable(what, input)
-        target = self._writable(what, output, copies)
+        source = readable(what, input, self._device)
+        target = writable(what, output, self._device, copies)
         checks.check_own_slice(what, source, target, self._rank)
         shape = tuple(target.shape)
         call = Call(Kind.REDUCE_SCATTER, target, source, shape, target.dtype, op, dtype)
@@ -96,8 +95,8 @@ class CheckedCommunicator:
         copies: Copies = []
         checks.check_same_dtype(what, output, input)
         checks.check_concatenated(what, output, input, self._size)
-        source = self._readable(what, input)
-        target = self._writable(what, output, copies)
+        source = readable(what, input, self._device)
+        target = writable(what, output, self._device, copies)
         checks.check_own_slice(what, target, source, self._rank)
         call = Call(Kind.ALL_GATHER, target, source, tuple(source.shape), source.dtype)
         return self._start(call, timeout_s, copies)
@@ -118,8 +117,8 @@ class CheckedCommunicator:
         checks.check_rows(what, output, input)
         outs = checks.resolve_splits(what, "output_splits", output_splits, output, self._size)
         ins = checks.resolve_splits(what, "input_splits", input_splits, input, self._size)
-        source = self._readable(what, input)
-        target = self._writable(what, output, copies)
+        source = readable(what, input, self._device)
+        target = writable(what, output, self._device, copies)
         checks.check_apart(what, target, source)
         call = Call(Kind.ALL_TO_ALL, target, source, tuple(source.shape[1:]), source.dtype)
         call.output_splits = outs
@@ -132,9 +131,9 @@ class CheckedCommunicator:
         copies: Copies = []
         checks.check_rank(what, "root", root, self._size)
         if root == self._rank:
-            data = self._readable(what, tensor)
+            data = readable(what, tensor, self._device)
         else:
-            data = self._writable(what, tensor, copies)
+            data = writable(what, tensor, self._device, copies)
         call = Call(Kind.BROADCAST, data, data, tuple(data.shape), data.dtype, root=root)
         return self._start(call, timeout_s, copies)
 
@@ -151,11 +150,11 @@ class CheckedCommunicator:
         what = "reduce"
         copies: Copies = []
         checks.check_rank(what, "root", root, self._size)
-        dtype = checks.resolve_reduce_dtype(what, tensor.dtype, op, reduce_dtype)
         if root == self._rank:
-            data = self._writable(what, tensor, copies, keep=True)
+            data = writable(what, tensor, self._device, copies, keep=True)
         else:
-            data = self._readable(what, tensor)
+            data = readable(what, tensor, self._device)
+        dtype = checks.resolve_reduce_dtype(what, data.dtype, op, reduce_dtype)
         shape = tuple(data.shape)
         call = Call(Kind.REDUCE, data, data, shape, data.dtype, op, dtype, root)
         return self._start(call, timeout_s, copies)
@@ -177,8 +176,8 @@ class CheckedCommunicator:
         if input is not None:
             checks.check_same_dtype(what, output, input)
             checks.check_concatenated(what, input, output, self._size)
-            source = self._readable(what, input)
-        target = self._writable(what, output, copies)
+            source = readable(what, input, self._device)
+        target = writable(what, output, self._device, copies)
         if source is not None:
             checks.check_own_slice(what, source, target, self._rank)
         shape = tuple(target.shape)
@@ -198,12 +197,12 @@ class CheckedCommunicator:
         copies: Copies = []
         checks.check_rank(what, "root", root, self._size)
         checks.check_only_on_root(what, "output", output, root, self._rank)
-        source = self._readable(what, input)
+        source = readable(what, input, self._device)
         target = None
         if output is not None:
             checks.check_same_dtype(what, output, input)
             checks.check_concatenated(what, output, input, self._size)
-            target = self._writable(what, output, copies)
+            target = writable(what, output, self._device, copies)
             checks.check_own_slice(what, target, source, self._rank)
         shape = tuple(source.shape)
         call = Call(Kind.GATHER, target, source, shape, source.dtype, root=root)
@@ -229,10 +228,10 @@ class CheckedCommunicator:
             what = "send" if isinstance(message, Send) else "recv"
             checks.check_peer(what, message.peer, self._rank, self._size)
             if isinstance(message, Send):
-                data = self._readable(what, message.tensor)
+                data = readable(what, message.tensor, self._device)
                 checked.append(Send(data, message.peer, message.tag))
             else:
-                data = self._writable(what, message.tensor, copies)
+                data = writable(what, message.tensor, self._device, copies)
                 checked.append(Recv(data, message.peer, message.tag))
         checks.check_timeout("exchange", timeout_s)
         if self._deferred is not None:
@@ -273,23 +272,6 @@ class CheckedCommunicator:
         """See `Communicator.abort`."""
         named = cause if isinstance(cause, str) else f"{type(cause).__name__}: {cause}"
         self._backend.abort(named)
-
-    def _readable(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
-        return checks.check_tensor(what, tensor, self._device).contiguous()
-
-    def _writable(
-        self, what: str, tensor: torch.Tensor, copies: Copies, keep: bool = False
-    ) -> torch.Tensor:
-        tensor = checks.check_tensor(what, tensor, self._device)
-        if tensor.is_contiguous():
-            return tensor
-        checks.check_writable(what, tensor)
-        if keep:
-            inner = tensor.contiguous()
-        else:
-            inner = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        copies.append((tensor, inner))
-        return inner
 
     def _start(self, call: Call, timeout_s: float | None, copies: Copies) -> Work:
         if timeout_s is not None:

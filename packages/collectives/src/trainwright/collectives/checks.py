@@ -16,8 +16,7 @@ _ORDERED = (ReduceOp.MAX, ReduceOp.MIN)
 
 def check_tensor(what: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor without its graph, or raise where communicating would lose something."""
-    if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"{what}: expected a tensor, got {type(tensor).__name__}")
+    check_is_tensor(what, tensor)
     if tensor.device != device:
         raise UsageError(
             f"{what}: the tensor is on {tensor.device}, this communicator works on {device}; "
@@ -35,19 +34,29 @@ def check_tensor(what: str, tensor: torch.Tensor, device: torch.device) -> torch
     return tensor.detach()
 
 
+def check_is_tensor(what: str, tensor: object) -> None:
+    """Refuse lists, arrays and numbers."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{what}: expected a tensor, got {type(tensor).__name__}")
+
+
 def check_writable(what: str, tensor: torch.Tensor) -> None:
     """Refuse outputs in which several elements share one place in memory."""
-    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if stride == 0 and length > 1:
+    reach = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride < reach:
             raise UsageError(
-                f"{what}: the tensor is written to, but its elements share memory (expanded from a "
-                f"smaller one: shape {list(tensor.shape)}, strides {list(tensor.stride())}); "
+                f"{what}: the tensor is written to, but its elements share memory (shape "
+                f"{list(tensor.shape)}, strides {list(tensor.stride())}, as after .expand()); "
                 "use .clone()"
             )
+        reach += stride * (length - 1)
 
 
 def check_same_dtype(what: str, output: torch.Tensor, input: torch.Tensor) -> None:
     """Refuse a pair of different dtypes."""
+    check_is_tensor(what, output)
+    check_is_tensor(what, input)
     if output.dtype is not input.dtype:
         raise UsageError(
             f"{what}: output is {describe_dtype(output.dtype)} and input "

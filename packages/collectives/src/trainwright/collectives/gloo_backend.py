@@ -9,7 +9,7 @@ import torch
 
 from trainwright.collectives import direct
 from trainwright.collectives.background import Background
-from trainwright.collectives.calls import Call, Kind, describe_tensor
+from trainwright.collectives.calls import Call, Kind, describe_tensor, members_by_color
 from trainwright.collectives.errors import CollectiveTimeoutError, UsageError
 from trainwright.collectives.failures import Failure, FailureBoard
 from trainwright.collectives.gloo_tags import MAX_TAG, Tags
@@ -123,9 +123,7 @@ class GlooBackend:
         self._num_splits += 1
         if color is None:
             return None
-        rows = enumerate(table.tolist())
-        members = sorted((row[2], rank) for rank, row in rows if row[:2] == [1, color])
-        order = [rank for _, rank in members]
+        order = members_by_color(table.tolist())[color]
         label = f"{number}.{color}"
         return GlooBackend(
             nest(self._store, label),

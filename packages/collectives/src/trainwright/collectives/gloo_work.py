@@ -102,7 +102,7 @@ class GlooWork:
 
     def __del__(self) -> None:
         # The messages are still under way and Gloo would cancel them together with this object.
-        if not self._is_done and self._tickets:
+        if not self._is_done and (self._tickets or self._late):
             self._backend.dropped.append(self)
 
     def _await(self, tickets: list[Ticket], deadline: float | None) -> None:

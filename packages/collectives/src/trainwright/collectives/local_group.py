@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from trainwright.collectives.calls import Call, Kind
+from trainwright.collectives.calls import Call, Kind, members_by_color
 from trainwright.collectives.errors import CollectiveError, UsageError
 from trainwright.collectives.local_messages import Message, MessageWork, post
 from trainwright.collectives.local_plans import is_large, plan
 from trainwright.collectives.parking import Pending, ThreadWorld
 from trainwright.collectives.protocol import Recv, Send, Work
-from trainwright.collectives.works import JoinedWork
+from trainwright.collectives.single import compute_alone
+from trainwright.collectives.works import DONE, JoinedWork
 
 
 class LocalGroup:
@@ -51,6 +52,10 @@ class LocalBackend:
 
     def start(self, call: Call) -> Work:
         """Join the collective that is this rank's next; compute it if this rank is the last."""
+        if self.size == 1:
+            self._world.check()
+            compute_alone(call)
+            return DONE
         return self._join(call)
 
     def exchange(self, messages: Sequence[Send | Recv], timeout_s: float | None) -> Work:
@@ -218,14 +223,12 @@ class _Meeting(Pending):
 
     def _make_groups(self, calls: Sequence[Call]) -> None:
         group = self.group
-        members: dict[int, list[tuple[int, int]]] = {}
-        for rank, call in enumerate(calls):
+        table = []
+        for call in calls:
             assert call.color_and_key is not None
             color, key = call.color_and_key
-            if color is not None:
-                members.setdefault(color, []).append((key, rank))
-        for color, keyed in members.items():
-            ranks = [rank for _, rank in sorted(keyed)]
+            table.append((0 if color is None else 1, color or 0, key))
+        for color, ranks in members_by_color(table).items():
             made = LocalGroup(
                 group.world,
                 [group.ranks[rank] for rank in ranks],

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from trainwright.collectives import direct
-from trainwright.collectives.calls import Call, Kind
+from trainwright.collectives.calls import Call, Kind, members_by_color
+from trainwright.collectives.errors import UsageError
 from trainwright.collectives.failures import Failure, FailureBoard
 from trainwright.collectives.native_wire import as_bytes, from_wire, to_wire, wire_op
 from trainwright.collectives.native_work import Finish, NativeWork
@@ -88,26 +89,27 @@ class NativeBackend:
         return [work if work is not None else batch for work in collectives]
 
     def split(self, color: int | None, key: int) -> NativeBackend | None:
-        """Exchange colors and keys, then make a process group of this rank's color."""
+        """Exchange colors and keys, then make the process groups of all colors on all ranks."""
+        if self.size != dist.get_world_size():
+            raise UsageError(
+                f"split of {self.name!r}, which is a part of the world, is not available yet on "
+                "this backend, where all processes must take part; split the whole world instead"
+            )
         mine = torch.tensor([0 if color is None else 1, color or 0, key], device=self.device)
         table = mine.new_empty((self.size, 3))
         shape = (1, 3)
         self.start(Call(Kind.ALL_GATHER, table, mine.view(shape), shape, mine.dtype)).wait()
         number = self._num_splits
         self._num_splits += 1
-        if color is None:
-            return None
-        rows = enumerate(table.tolist())
-        members = sorted((row[2], rank) for rank, row in rows if row[:2] == [1, color])
-        ranks = [self.ranks[rank] for _, rank in members]
-        name = f"{self.name}/{number}.{color}"
-        group = dist.new_group(
-            ranks,
-            backend=dist.get_backend_config(self._group),
-            use_local_synchronization=True,
-            group_desc=name,
-        )
-        return NativeBackend(group, self.device, ranks, name, self.board)
+        mine_made = None
+        for made_for, members in members_by_color(table.tolist()).items():
+            ranks = [self.ranks[rank] for rank in members]
+            name = f"{self.name}/{number}.{made_for}"
+            backend = dist.get_backend_config(self._group)
+            group = dist.new_group(ranks, backend=backend, group_desc=name, sort_ranks=False)
+            if made_for == color:
+                mine_made = NativeBackend(group, self.device, ranks, name, self.board)
+        return mine_made
 
     def abort(self, cause: str) -> None:
         """Tell the world and abort this rank's groups."""

@@ -12,6 +12,7 @@ from trainwright.collectives.errors import UsageError
 from trainwright.collectives.protocol import ReduceOp
 
 _WIDER = {torch.bool: torch.uint8, torch.int16: torch.int32}
+_ORDERED = (ReduceOp.MAX, ReduceOp.MIN)
 
 # AVG is a sum, divided before it is rounded.
 _OPS = {
@@ -33,6 +34,9 @@ def to_wire(tensor: torch.Tensor, call: Call, copy: bool = False) -> torch.Tenso
     """Return the tensor in the dtype in which it is combined; itself if that is its own."""
     assert call.reduce_dtype is not None
     dtype = _WIDER.get(call.reduce_dtype, call.reduce_dtype)
+    if dtype.is_floating_point and call.op in _ORDERED:
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        return _to_ordered_bits(tensor.to(wide), is_max=call.op is ReduceOp.MAX)
     if dtype.is_complex and call.op is ReduceOp.PRODUCT:
         raise UsageError(
             f"{call.kind.value}: PRODUCT of complex numbers is not available on this backend yet"
@@ -49,9 +53,30 @@ def from_wire(output: torch.Tensor, wire: torch.Tensor, call: Call, size: int) -
         return
     if output.is_complex():
         wire = torch.view_as_complex(wire)
+    elif output.is_floating_point() and call.op in _ORDERED:
+        wire = _from_ordered_bits(wire)
     output.copy_(wire.view_as(output))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor, whatever its dtype."""
     return tensor.view(-1).view(torch.uint8)
+
+
+# Backends disagree on the maximum of a number and a NaN, some hide it. Integers of the same order
+# as the floats leave them no choice: positive floats compare as their bits do, negative ones the
+# other way round, and NaN goes to the end that wins.
+
+
+def _to_ordered_bits(values: torch.Tensor, is_max: bool) -> torch.Tensor:
+    integer = torch.int64 if values.dtype is torch.float64 else torch.int32
+    limits = torch.iinfo(integer)
+    bits = values.contiguous().view(integer)
+    ordered = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+    return ordered.masked_fill_(values.isnan(), limits.max if is_max else limits.min)
+
+
+def _from_ordered_bits(ordered: torch.Tensor) -> torch.Tensor:
+    limits = torch.iinfo(ordered.dtype)
+    bits = ordered ^ ((ordered >> (limits.bits - 1)) & limits.max)
+    return bits.view(torch.float64 if ordered.dtype is torch.int64 else torch.float32)

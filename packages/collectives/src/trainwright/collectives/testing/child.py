@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -30,6 +31,7 @@ def main() -> None:
     location, pickled, world_size, timeout_s = pickle.loads((folder / "task").read_bytes())
     # The last resort if the parent is gone; its own deadline comes first.
     faulthandler.dump_traceback_later(timeout_s + 5.0, exit=True)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     report: tuple[bool, Any, float]
     try:

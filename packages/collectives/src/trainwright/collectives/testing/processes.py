@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from trainwright.collectives.errors import CollectiveTimeoutError, PeerFailedErr
 # How long the others may go on once one process has failed.
 _GRACE_S = 5.0
 _POLL_S = 0.01
+# How long a process may take to print its stacks when asked to.
+_STACKS_S = 0.5
 _CHILD = "from trainwright.collectives.testing.child import main; main()"
 
 
@@ -136,6 +139,9 @@ def _await(children: list[_Child], deadline: float) -> None:
         if not running:
             return
         if time.monotonic() > deadline:
+            for child in running:
+                child.process.send_signal(signal.SIGUSR1)
+            time.sleep(_STACKS_S)
             said = "\n".join(f"--- rank {child.rank}\n{child.output()}" for child in children)
             raise TimeoutError(f"ranks {[child.rank for child in running]} did not finish\n{said}")
         time.sleep(_POLL_S)

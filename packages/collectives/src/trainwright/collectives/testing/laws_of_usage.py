@@ -1,0 +1,103 @@
+"""Laws of mistakes: they raise on every rank, before anything moves, and do no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from trainwright.collectives.errors import UsageError
+from trainwright.collectives.protocol import Communicator, ReduceOp
+from trainwright.collectives.testing.cases import Case
+
+Mistake = Callable[[Communicator], object]
+
+
+def mistakes_are_told_before_anything_moves(comm: Communicator, case: Case) -> None:
+    """Each mistake says what was wrong, and the communicator works on."""
+    for message, mistake in _MISTAKES.items():
+        with pytest.raises(UsageError, match=message):
+            mistake(comm)
+
+    tensor = torch.ones(2, device=comm.device)
+    comm.all_reduce(tensor).wait()
+    assert tensor.tolist() == [comm.size] * 2
+
+
+def parameters_are_written_without_a_graph(comm: Communicator, case: Case) -> None:
+    """A leaf that requires a gradient may be combined in place; an activation may not."""
+    parameter = torch.nn.Parameter(torch.ones(3, device=comm.device))
+
+    comm.all_reduce(parameter).wait()
+
+    assert parameter.tolist() == [comm.size] * 3
+    assert parameter.is_leaf
+    with pytest.raises(UsageError, match="part of a graph"):
+        comm.all_reduce(parameter * 2)
+    with torch.no_grad():
+        comm.all_reduce(parameter * 2).wait()
+
+
+def _zeros(comm: Communicator, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=comm.device)
+
+
+_MISTAKES: dict[str, Mistake] = {
+    "AVG of int64": lambda comm: comm.all_reduce(_zeros(comm, 2).long(), ReduceOp.AVG),
+    "SUM of bool": lambda comm: comm.all_reduce(_zeros(comm, 2).bool()),
+    "no arithmetic in uint16": lambda comm: comm.all_reduce(_zeros(comm, 2, dtype=torch.uint16)),
+    "complex numbers have no order": lambda comm: comm.all_reduce(
+        _zeros(comm, 2, dtype=torch.complex64), ReduceOp.MAX
+    ),
+    "op must be a ReduceOp": lambda comm: comm.all_reduce(_zeros(comm, 2), "sum"),  # type: ignore[arg-type]
+    "cannot add float32 values": lambda comm: comm.all_reduce(
+        _zeros(comm, 2), reduce_dtype=torch.int32
+    ),
+    "expected a tensor, got list": lambda comm: comm.broadcast([1.0], 0),  # type: ignore[arg-type]
+    "is on meta": lambda comm: comm.broadcast(torch.zeros(2, device="meta"), 0),
+    "sparse": lambda comm: comm.broadcast(_zeros(comm, 2, 2).to_sparse(), 0),
+    "elements share memory": lambda comm: comm.all_reduce(_zeros(comm, 1).expand(3)),
+    "root=-1 is not a rank": lambda comm: comm.broadcast(_zeros(comm, 2), -1),
+    "root=99 is not a rank": lambda comm: comm.reduce(_zeros(comm, 2), 99),
+    "so the whole must be": lambda comm: comm.all_gather(
+        _zeros(comm, comm.size + 1), _zeros(comm, 1)
+    ),
+    "the whole must be": lambda comm: comm.reduce_scatter(
+        _zeros(comm, 2), _zeros(comm, comm.size, 2)
+    ),
+    "must be alike": lambda comm: comm.all_gather(
+        _zeros(comm, comm.size), _zeros(comm, 1, dtype=torch.float64)
+    ),
+    "rows of one shape": lambda comm: comm.all_to_all(
+        _zeros(comm, comm.size, 2), _zeros(comm, comm.size, 3)
+    ),
+    "add up to": lambda comm: comm.all_to_all(
+        _zeros(comm, 5), _zeros(comm, 5), [5] * comm.size, [4] * comm.size
+    ),
+    "input and output overlap": lambda comm: _all_to_all_in_place(comm),
+    "cannot be its own peer": lambda comm: comm.send(_zeros(comm, 2), comm.rank),
+    "peer=99 is not a rank": lambda comm: comm.recv(_zeros(comm, 2), 99),
+    "timeout_s=-1 must be positive": lambda comm: comm.all_reduce(_zeros(comm, 2), timeout_s=-1),
+    "must pass None as input|needs input": lambda comm: comm.scatter(
+        _zeros(comm, 1), None if comm.rank == 0 else _zeros(comm, comm.size), 0
+    ),
+    "color='red'": lambda comm: comm.split("red"),  # type: ignore[arg-type]
+    "cannot be part of a coalesce": lambda comm: _barrier_inside(comm),
+}
+
+
+def _all_to_all_in_place(comm: Communicator) -> object:
+    tensor = _zeros(comm, comm.size)
+    return comm.all_to_all(tensor, tensor)
+
+
+def _barrier_inside(comm: Communicator) -> None:
+    with comm.coalesce():
+        comm.barrier()
+
+
+LAWS_OF_USAGE = (
+    mistakes_are_told_before_anything_moves,
+    parameters_are_written_without_a_graph,
+)

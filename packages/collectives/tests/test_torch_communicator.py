@@ -1,0 +1,272 @@
+"""The communicator over torch.distributed, between real processes that are connected by Gloo.
+
+Starting processes is slow, so a few functions make many claims each; what they claim is in the
+names of the functions they call.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainwright.collectives import (
+    CollectiveTimeoutError,
+    LocalWorld,
+    PeerFailedError,
+    ReduceOp,
+    TorchCommunicator,
+    UsageError,
+)
+from trainwright.collectives.checked import CheckedCommunicator
+from trainwright.collectives.failures import FailureBoard
+from trainwright.collectives.native_backend import NativeBackend
+from trainwright.collectives.rendezvous import nest
+from trainwright.collectives.testing import (
+    COMMUNICATOR_LAWS,
+    Case,
+    contribution,
+    run_processes,
+    some_cases,
+)
+
+pytestmark = pytest.mark.processes
+
+ONE_CASE = [Case((3, 2), torch.float32, root=3)]
+
+# Gloo's own operations add in another order each, and cancel messages whose handle is dropped.
+NOT_OF_NATIVE_GLOO = {
+    "all_reduce_is_reduce_then_broadcast",
+    "reduce_scatter_is_reduce_then_scatter",
+    "all_reduce_is_reduce_scatter_then_all_gather",
+    "works_may_be_forgotten",
+    "splits_order_their_ranks_by_key",
+}
+
+
+def test_four_processes_obey_the_laws_and_give_the_bits_of_threads() -> None:
+    run_processes(obey_everything, 4, timeout_s=120.0)
+
+
+def obey_everything(comm: TorchCommunicator) -> None:
+    obey_laws(comm)
+    groups_of_torch_are_accepted(comm)
+    strangers_are_turned_away(comm)
+    strided_views_leave_their_neighbours_alone(comm)
+    sums_have_the_bits_of_threads(comm)
+    tags_too_large_for_gloo_are_refused(comm)
+    half = comm.split(comm.rank % 2)
+    obey_laws(half)
+    native_operations_obey_too(comm)
+
+
+def obey_laws(comm: TorchCommunicator) -> None:
+    for number, law in enumerate(COMMUNICATOR_LAWS):
+        for case in some_cases() if number < 1 else some_cases()[number % 3 :: 5] or ONE_CASE:
+            try:
+                law(comm, case)
+            except Exception as error:
+                error.add_note(f"{law.__name__}, {case}, {comm}")
+                raise
+
+
+def groups_of_torch_are_accepted(comm: TorchCommunicator) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(UsageError, match=r"mesh\.get_group\('dp'\)"):
+        TorchCommunicator(mesh)
+    row = TorchCommunicator(mesh["tp"])
+    column = TorchCommunicator(mesh.get_group("dp"))
+
+    for part in (row, column):
+        tensor = torch.tensor([10.0 ** (comm.rank)])
+        part.all_reduce(tensor).wait()
+        members = [0, 1, 2, 3]
+        near = [r for r in members if r // 2 == comm.rank // 2]
+        far = [r for r in members if r % 2 == comm.rank % 2]
+        assert tensor.item() == sum(10.0**r for r in (near if part is row else far))
+
+    # A leader is chosen and named by ranks of the group.
+    shared = torch.tensor([float(comm.rank * 10)])
+    row.broadcast(shared, 0).wait()
+    assert shared.item() == (0.0 if comm.rank < 2 else 20.0)
+
+
+def strangers_are_turned_away(comm: TorchCommunicator) -> None:
+    group = dist.new_group([2, 3])
+    if comm.rank < 2:
+        with pytest.raises(UsageError, match=rf"global rank {comm.rank} .*\[2, 3\]"):
+            TorchCommunicator(group)
+    else:
+        assert TorchCommunicator(group).size == 2
+    with pytest.raises(UsageError, match="expected a ProcessGroup"):
+        TorchCommunicator("world")
+    with pytest.raises(UsageError, match="no backend for cuda"):
+        TorchCommunicator(device="cuda:0")
+
+
+def strided_views_leave_their_neighbours_alone(comm: TorchCommunicator) -> None:
+    base = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (comm.rank + 1)
+    column = base[:, 0]
+    comm.all_reduce(column).wait()
+    assert base.tolist() == [[10.0, 2.0 * (comm.rank + 1)], [30.0, 4.0 * (comm.rank + 1)]]
+
+    turned = (torch.arange(10) + 100 * comm.rank).reshape(2, 5).T
+    gathered = torch.empty(5 * comm.size, 2, dtype=torch.int64) if comm.rank == 1 else None
+    comm.gather(gathered, turned, 1).wait()
+    if gathered is not None:
+        assert gathered[5:7].tolist() == [[100, 105], [101, 106]]
+
+
+def sums_have_the_bits_of_threads(comm: TorchCommunicator) -> None:
+    for case in (Case((7,)), Case((100_003,)), Case((100_003,), torch.bfloat16, op=ReduceOp.AVG)):
+        given = [
+            (contribution(case, rank).double() * 1.1).to(case.dtype) for rank in range(comm.size)
+        ]
+
+        def add(part, case=case, given=given):
+            tensor = given[part.rank].clone()
+            part.all_reduce(tensor, case.op).wait()
+            return tensor
+
+        assert torch.equal(add(comm), LocalWorld(comm.size).run(add)[0])
+
+
+def tags_too_large_for_gloo_are_refused(comm: TorchCommunicator) -> None:
+    with pytest.raises(UsageError, match="tag=1048576 must be between 0 and 1048575"):
+        comm.send(torch.ones(1), (comm.rank + 1) % comm.size, 1 << 20)
+
+
+def native_operations_obey_too(comm: TorchCommunicator) -> None:
+    # What NCCL runs, on the backend that is here; ranks in an order that the group does not have.
+    group = dist.group.WORLD
+    for ranks in ([0, 1, 2, 3], [2, 0, 3, 1]):
+        board = FailureBoard(nest(group.get_group_store(), f"test{ranks}"), comm.rank)
+        native = CheckedCommunicator(
+            NativeBackend(group, torch.device("cpu"), ranks, "native", board)
+        )
+        assert ranks[native.rank] == comm.rank
+        for law in COMMUNICATOR_LAWS:
+            if law.__name__ not in NOT_OF_NATIVE_GLOO:
+                for case in some_cases()[::7]:
+                    law(native, case)
+        half = native.split(comm.rank % 2, key=-native.rank)
+        assert half is not None
+        members = [rank for rank in reversed(ranks) if rank % 2 == comm.rank % 2]
+        assert (half.rank, half.size) == (members.index(comm.rank), 2)
+        gathered = torch.empty(2, dtype=torch.int64)
+        half.all_gather(gathered, torch.tensor([comm.rank])).wait()
+        assert gathered.tolist() == members
+        with pytest.raises(UsageError, match="not available yet"):
+            half.split(0)
+
+
+def test_failures_reach_the_peers_with_rank_and_cause() -> None:
+    run_processes(fail_in_many_ways, 4, timeout_s=120.0)
+
+
+def fail_in_many_ways(comm: TorchCommunicator) -> None:
+    a_rank_that_gives_up_wakes_the_others(TorchCommunicator())
+    a_timeout_names_exactly_the_missing(TorchCommunicator())
+    different_calls_never_meet(TorchCommunicator())
+    a_failure_in_a_part_reaches_the_whole(TorchCommunicator())
+    a_failure_reaches_those_in_the_second_round(TorchCommunicator())
+    # None of this has harmed other communicators of the same processes.
+    comm.barrier()
+
+
+def failing(fn: Callable[[], object], error_type: type[Exception]) -> tuple[Exception, float]:
+    start = time.monotonic()
+    with pytest.raises(error_type) as caught:
+        fn()
+    return caught.value, time.monotonic() - start
+
+
+def a_rank_that_gives_up_wakes_the_others(comm: TorchCommunicator) -> None:
+    if comm.rank == 1:
+        comm.abort(ValueError("no more data"))
+        return
+    error, seconds = failing(comm.barrier, PeerFailedError)
+    assert error.rank == 1
+    assert error.cause == "ValueError: no more data"
+    assert seconds < 5.0
+    failing(comm.barrier, PeerFailedError)
+
+
+def a_timeout_names_exactly_the_missing(comm: TorchCommunicator) -> None:
+    tensor = torch.ones(3)
+    comm.all_reduce(tensor).wait()
+    if comm.rank in (1, 3):
+        time.sleep(2.0)
+        late, _ = failing(lambda: comm.all_reduce(tensor).wait(), CollectiveTimeoutError)
+        assert "missing: rank 1, rank 3." in str(late)
+        return
+    error, seconds = failing(lambda: comm.all_reduce(tensor, timeout_s=1.0).wait(), TimeoutError)
+    assert "all_reduce(float32[3], SUM)" in str(error)
+    assert "missing: rank 1, rank 3." in str(error)
+    assert seconds < 10.0
+
+
+def different_calls_never_meet(comm: TorchCommunicator) -> None:
+    tensor = torch.ones(5 if comm.rank == 2 else 3)
+    error, _ = failing(lambda: comm.all_reduce(tensor, timeout_s=1.0).wait(), TimeoutError)
+    assert "another operation, shape, dtype or order" in str(error)
+    assert any(f"all_reduce(float32[{len(tensor)}], SUM)" in note for note in error.__notes__)
+
+
+def a_failure_in_a_part_reaches_the_whole(comm: TorchCommunicator) -> None:
+    half = comm.split(comm.rank // 2)
+    if comm.rank == 3:
+        half.abort("tired")
+    else:
+        error, _ = failing(comm.barrier, PeerFailedError)
+        assert (error.rank, error.cause) == (3, "tired")
+
+
+def a_failure_reaches_those_in_the_second_round(comm: TorchCommunicator) -> None:
+    large = torch.ones(300_000)
+    if comm.rank == 0:
+        time.sleep(0.5)
+        comm.abort("left")
+        return
+    error, _ = failing(lambda: comm.all_reduce(large).wait(), PeerFailedError)
+    assert (error.rank, error.cause) == (0, "left")
+
+
+def test_a_dead_process_is_noticed_and_reported() -> None:
+    start = time.monotonic()
+    with pytest.raises(Exception, match="rank 1 ended with exit code 7"):
+        run_processes(die, 2, timeout_s=60.0)
+    assert time.monotonic() - start < 50.0
+
+
+def die(comm: TorchCommunicator) -> None:
+    if comm.rank == 1:
+        os._exit(7)
+    error, _ = failing(comm.barrier, PeerFailedError)
+    assert error.rank == 1
+    assert "connection was lost" in error.cause
+    raise error
+
+
+def test_errors_of_a_process_come_back_as_they_were() -> None:
+    with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
+        run_processes(divide, 2, 5, timeout_s=60.0)
+    assert "on rank 1, whose traceback was" in caught.value.__notes__[0]
+
+
+def divide(comm: TorchCommunicator, number: int) -> None:
+    assert number == 5
+    if comm.rank == 1:
+        raise ZeroDivisionError("on purpose")
+    comm.barrier()
+
+
+def test_processes_that_hang_are_ended() -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[0\] did not finish"):
+        run_processes(hang, 1, timeout_s=6.0)
+
+
+def hang(comm: TorchCommunicator) -> None:
+    time.sleep(100.0)
