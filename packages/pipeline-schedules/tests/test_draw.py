@@ -13,7 +13,9 @@ from trainwright.pipeline_schedules import (
     Kind,
     Schedule,
     ScheduleError,
+    Simulation,
     draw,
+    forward_only,
     gpipe,
     one_f_one_b,
     simulate,
@@ -65,6 +67,11 @@ def test_what_is_cut_off_or_too_short_to_show_is_said() -> None:
     assert cut.endswith("10 more columns are not shown")
     coarse = draw(one_f_one_b(1, 4), unit=6)
     assert "actions shorter than a column are not shown" in coarse
+
+
+def test_actions_that_start_half_a_column_late_keep_a_column_each() -> None:
+    run = Simulation(forward_only(1, 3), [0, 1.5, 2.5], [1, 2.5, 3.5])
+    assert draw(run).splitlines()[1] == "rank 0 | F0 .  F1 F2"
 
 
 def test_ten_ranks_and_more_stay_aligned() -> None:

@@ -31,11 +31,13 @@ SIZES = [(stages, microbatches) for stages in range(1, 9) for microbatches in (1
 
 
 @pytest.mark.parametrize("generate", [gpipe, one_f_one_b])
-@pytest.mark.parametrize("costs", [Costs(), Costs(3, 5, 7), Costs(backward=1), Costs(1, 0, 0)])
+@pytest.mark.parametrize(
+    ("costs", "both"),
+    [(Costs(), 3), (Costs(3, 5, 7), 15), (Costs(backward=1), 2), (Costs(1, 0, 0), 1)],
+)
 def test_gpipe_and_1f1b_waste_one_forward_and_backward_per_extra_stage(
-    generate: object, costs: Costs
+    generate: object, costs: Costs, both: int
 ) -> None:
-    both = costs.table(1)[Kind.F, 0] + costs.table(1)[Kind.B, 0]
     for stages, microbatches in SIZES:
         run = simulate(generate(stages, microbatches), costs)  # type: ignore[operator]
         assert run.makespan == (microbatches + stages - 1) * both
@@ -147,6 +149,9 @@ def test_memory_counts_what_is_held_before_and_after_the_input_gradient() -> Non
     assert peak_memory(schedule, Memory(10, 3)).tolist() == [20]
     assert peak_memory(schedule, Memory(2, 7)).tolist() == [14]
     assert peak_memory(one_f_one_b(3, 4), Memory((1, 10, 100))).tolist() == [3, 20, 100]
+    words = ("F0", "I0", "F1", "I1", "W0", "W1")
+    waiting = Schedule([[Action.parse(f"0{word}") for word in words]], [0], 2)
+    assert peak_activations(waiting).tolist() == [2]
     several = Schedule([[Action(Kind.F, 0, 0), Action(Kind.F, 1, 0)]], [0, 0], 1)
     assert peak_memory(several, Memory([1, 10])).tolist() == [11]
     assert peak_activations(several).tolist() == [1, 1]

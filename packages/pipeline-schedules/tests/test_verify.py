@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict, deque
 
 import attrs
@@ -30,92 +31,73 @@ F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 SENDS: tuple[Sends, ...] = ("rendezvous", "buffered", 1, 2)
 
 
-class Interpreter:
-    """Runs a schedule action by action; channels hold ``capacity`` messages, None for any."""
+def runs_to_its_end(schedule: Schedule, capacity: int | None) -> bool:
+    """Run a schedule fact by fact; a channel holds ``capacity`` messages, None for any number."""
+    owner, m, last = schedule.rank_of_stage, schedule.num_microbatches, schedule.num_stages - 1
+    left = [deque(schedule.program(rank)) for rank in range(schedule.num_ranks)]
+    facts = {("input", 0, i) for i in range(m)}
+    channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
+    if any(a.stage > last or owner[a.stage] != rank for rank, a in schedule):
+        return False
 
-    def __init__(self, schedule: Schedule, capacity: int | None) -> None:
-        self.schedule, self.capacity = schedule, capacity
-        self.left = [deque(schedule.program(rank)) for rank in range(schedule.num_ranks)]
-        self.done: Counter[Action] = Counter()
-        self.channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
+    def apart(s: int) -> bool:
+        return 0 <= s < last and schedule.lowered and owner[s] != owner[s + 1]
 
-    def crosses(self, stage: int) -> bool:
-        """Whether the boundary below this stage lies between ranks and needs messages."""
-        owner = self.schedule.rank_of_stage
-        inside = 0 <= stage < len(owner) - 1
-        return inside and self.schedule.lowered and owner[stage] != owner[stage + 1]
+    def rule(a: Action) -> tuple[list[str], list[tuple[str, int]]]:
+        """Facts that an action needs about its stage, and facts that it makes, of which stage."""
+        s, forth, back = a.stage, [] if apart(a.stage) else [1], [] if apart(a.stage - 1) else [-1]
+        after = [("gradient", s)] if s == last else [("input", s + step) for step in forth]
+        before = [("gradient", s + step) for step in back]
+        return {
+            F: (["input"], [("output", s), *after]),
+            B: (["output", "gradient"], [("backward", s), ("weights", s), *before]),
+            I: (["output", "gradient"], [("backward", s), ("half", s), *before]),
+            W: (["half"], [("weights", s)]),
+            Kind.SEND_F: (["output"], []),
+            Kind.RECV_F: ([], [("input", s)]),
+            Kind.SEND_B: (["backward"], []),
+            Kind.RECV_B: ([], [("gradient", s)]),
+            Kind.REDUCE: (["weights"], []),
+        }[a.kind]
 
-    def expected(self, stage: int, number: int) -> list[Action]:
-        kinds = [F] + [Kind.SEND_F] * self.crosses(stage) + [Kind.RECV_F] * self.crosses(stage - 1)
-        if not self.schedule.forward_only:
-            kinds += [I, W] if self.done[Action(I, stage, number)] else [B]
-            kinds += [Kind.SEND_B] * self.crosses(stage - 1) + [Kind.RECV_B] * self.crosses(stage)
-        return [Action(kind, stage, number) for kind in kinds]
-
-    def needs(self, action: Action) -> list[list[Action]]:
-        """All of these, any one of each."""
-        kind, s, i = action.kind, action.stage, action.microbatch
-        numbers, last = range(self.schedule.num_microbatches), self.schedule.num_stages - 1
-        backward = [Action(B, s, i), Action(I, s, i)]
-        behind = [Action(B, s + 1, i), Action(I, s + 1, i)]
-        if kind == F and s > 0:
-            crossing = self.crosses(s - 1)
-            return [[Action(Kind.RECV_F, s, i) if crossing else Action(F, s - 1, i)]]
-        if kind in (B, I):
-            arrival = [Action(Kind.RECV_B, s, i)] if self.crosses(s) else behind
-            return [[Action(F, s, i)]] + ([arrival] if s < last else [])
-        if kind == Kind.REDUCE:
-            return [[Action(B, s, j), Action(W, s, j)] for j in numbers]
-        return {W: [backward[1:]], Kind.SEND_F: [[Action(F, s, i)]], Kind.SEND_B: [backward]}.get(
-            kind, []
-        )
-
-    def step(self, rank: int) -> bool:
-        """Run this rank's next action if it can run now."""
-        if not self.left[rank]:
+    def step(rank: int) -> bool:
+        if not left[rank]:
             return False
-        action = self.left[rank][0]
-        if not all(any(self.done[one] for one in any_of) for any_of in self.needs(action)):
+        a = left[rank][0]
+        needed, made = rule(a)
+        numbers = range(m) if a.kind == Kind.REDUCE else [a.microbatch]
+        if any((fact, a.stage, i) not in facts for fact in needed for i in numbers):
             return False
-        if action.kind in (Kind.SEND_F, Kind.SEND_B):
-            stage = action.stage + (1 if action.kind == Kind.SEND_F else -1)
-            if not 0 <= stage < self.schedule.num_stages:
+        toward = {Kind.SEND_F: 1, Kind.SEND_B: -1, Kind.RECV_F: -1, Kind.RECV_B: 1}.get(a.kind, 0)
+        peer = owner[a.stage + toward] if 0 <= a.stage + toward <= last else rank
+        if a.kind in (Kind.SEND_F, Kind.SEND_B):
+            message = Action(Kind(a.kind + 1), a.stage + toward, a.microbatch)
+            if capacity == 0 and not (left[peer] and left[peer][0] == message):
                 return False
-            peer = self.schedule.rank_of_stage[stage]
-            message = Action(Kind(action.kind + 1), stage, action.microbatch)
-            channel = self.channels[rank, peer]
-            if self.capacity == 0:
-                if not self.left[peer] or self.left[peer][0] != message:
-                    return False
-                self.done[self.left[peer].popleft()] += 1
-            elif self.capacity is not None and len(channel) >= self.capacity:
+            if capacity and len(channels[rank, peer]) >= capacity:
                 return False
-            else:
-                channel.append(message)
-        elif action.kind in (Kind.RECV_F, Kind.RECV_B):
-            stage = action.stage + (-1 if action.kind == Kind.RECV_F else 1)
-            if self.capacity == 0 or not 0 <= stage < self.schedule.num_stages:
+            channels[rank, peer].append(message)
+        if a.kind in (Kind.RECV_F, Kind.RECV_B):
+            if not channels[peer, rank] or channels[peer, rank][0] != a:
                 return False
-            channel = self.channels[self.schedule.rank_of_stage[stage], rank]
-            if not channel or channel[0] != action:
-                return False
-            channel.popleft()
-        self.done[self.left[rank].popleft()] += 1
+            channels[peer, rank].popleft()
+        facts.update((fact, stage, a.microbatch) for fact, stage in made)
+        left[rank].popleft()
         return True
 
-    def works(self) -> bool:
-        """Whether all ranks reach their end, having done what they must, once, where they must."""
-        owner = self.schedule.rank_of_stage
-        for rank, action in self.schedule:
-            if not 0 <= action.stage < len(owner) or owner[action.stage] != rank:
-                return False
-        while any(self.step(rank) for rank in range(self.schedule.num_ranks)):
-            pass
-        stages, numbers = range(len(owner)), range(self.schedule.num_microbatches)
-        wanted = Counter(a for s in stages for i in numbers for a in self.expected(s, i))
-        if self.schedule.lowered and not self.schedule.forward_only:
-            wanted.update(Action(Kind.REDUCE, stage) for stage in stages)
-        return not any(self.left) and self.done == wanted
+    while any(step(rank) for rank in range(schedule.num_ranks)):
+        pass
+    count = Counter(action for _, action in schedule)
+    back = int(not schedule.forward_only)
+    for s, i in itertools.product(range(last + 1), range(m)):
+        wanted = [1, back, count[Action(I, s, i)]]
+        wanted += [apart(s), apart(s - 1), apart(s - 1) * back, apart(s) * back]
+        counted = [count[Action(F, s, i)], count[Action(B, s, i)] + count[Action(I, s, i)]]
+        kinds = (W, Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+        if counted + [count[Action(kind, s, i)] for kind in kinds] != wanted:
+            return False
+    reduced = [count[Action(Kind.REDUCE, s)] for s in range(last + 1)]
+    return not any(left) and reduced == [int(schedule.lowered) * back] * (last + 1)
 
 
 def accepted(schedule: Schedule, send: Sends) -> bool:
@@ -128,7 +110,7 @@ def accepted(schedule: Schedule, send: Sends) -> bool:
 
 def interpreted(schedule: Schedule, send: Sends) -> bool:
     capacity = {"rendezvous": 0, "buffered": None}.get(str(send), send)
-    return Interpreter(schedule, capacity).works()  # type: ignore[arg-type]
+    return runs_to_its_end(schedule, capacity)  # type: ignore[arg-type]
 
 
 @given(schedule=st.one_of(generated_schedules(), valid_schedules()), send=st.sampled_from(SENDS))
@@ -219,18 +201,29 @@ def test_an_interleaved_schedule_lowers_to_one_that_runs_with_channels_of_no_cap
     assert interpreted(lowered, "rendezvous")
 
 
-def test_a_bounded_buffer_that_is_too_small_is_told_from_one_that_is_large_enough() -> None:
-    text = "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 2RECV_F0 2F0 2RECV_F1 2F1 2RECV_F2 2F2\n"
-    text += "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_F2 1F2 1SEND_F2"
-    schedule = from_text(text, [0, 1, 0], 3, forward_only=True, lowered=True)
-    assert [accepted(schedule, send) for send in ("rendezvous", 1, 2, 3, "buffered")] == [
-        False, True, True, True, True,
-    ]  # fmt: skip
-    text = "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0RECV_B0 0B0 0RECV_B1 0B1 0RECV_B2 0B2 "
-    text += "0REDUCE_GRAD\n1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 "
-    text += "1SEND_B2 1REDUCE_GRAD"
-    schedule = from_text(text, [0, 1], 3, lowered=True)
-    assert [accepted(schedule, send) for send in ("rendezvous", 1)] == [False, True]
+# Rank 0 sends 3F0 and 3F1 to rank 1, which takes them only after what rank 0 does behind them.
+TWO_MESSAGES_MUST_WAIT = """
+0F0 0SEND_F0 0F1 0SEND_F1 3RECV_F0 3F0 3RECV_F1 3F1 3SEND_F0 3SEND_F1 0F2 0SEND_F2 \
+3RECV_F2 3F2 3SEND_F2
+2RECV_F0 2F0 2SEND_F0 2RECV_F1 2F1 2SEND_F1 2RECV_F2 2F2 4RECV_F0 4F0 4RECV_F1 4F1 2SEND_F2 \
+4RECV_F2 4F2
+1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_F2 1F2 1SEND_F2
+"""
+
+
+def test_a_buffer_for_one_message_is_too_small_where_two_must_wait() -> None:
+    stages = [0, 2, 1, 0, 1]
+    schedule = from_text(TWO_MESSAGES_MUST_WAIT, stages, 3, forward_only=True, lowered=True)
+    sends: tuple[Sends, ...] = ("rendezvous", 1, 2, "buffered")
+    assert [accepted(schedule, send) for send in sends] == [False, False, True, True]
+    assert [interpreted(schedule, send) for send in sends] == [False, False, True, True]
+    with pytest.raises(ScheduleError) as caught:
+        verify(schedule, 1)
+    assert str(caught.value) == (
+        "deadlock with 1-message sends: rank 0 at 3SEND_F1 waits for the room that 4RECV_F0 of "
+        "rank 1 makes; rank 1 at 2RECV_F2 waits for 1SEND_F2 of rank 2; rank 2 at 1RECV_F2 waits "
+        "for 0SEND_F2 of rank 0"
+    )
 
 
 def test_messages_received_in_another_order_than_sent_are_refused_even_when_buffered() -> None:
@@ -302,6 +295,14 @@ def test_each_fault_of_a_lowered_schedule_is_named(old: str, new: str, reason: s
     broken = LOWERED_BY_HAND.replace(old, new)
     with pytest.raises(ScheduleError, match=reason):
         verify(from_text(broken, [0, 1], 1, lowered=True))
+
+
+def test_a_lowered_schedule_of_one_stage_must_reduce_too() -> None:
+    verify(from_text("0F0 0B0 0REDUCE_GRAD", [0], 1, lowered=True))
+    with pytest.raises(ScheduleError, match="0REDUCE_GRAD stands 0 times on rank 0"):
+        verify(from_text("0F0 0B0", [0], 1, lowered=True))
+    with pytest.raises(ScheduleError, match="concerns a whole stage"):
+        verify(Schedule([[(F, 0, 0), (B, 0, 0), (Kind.REDUCE, 0, 0)]], [0], 1, lowered=True))
 
 
 def test_many_faults_of_one_kind_are_counted() -> None:
