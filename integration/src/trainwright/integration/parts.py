@@ -119,9 +119,8 @@ def assemble(
     Communicates: the splits of the mesh.
     """
     shape = shape or config.shape
-    layout = config.mesh
-    check_fits(shape, layout, config)
-    mesh = Mesh(world, layout)
+    check_fits(shape, config.mesh, config)
+    mesh = Mesh(world, config.mesh)
     stage = build_model(config, shape, mesh)
     placements = placements_of(stage)
     initialize_(stage, placements, shape, config.seed)
@@ -132,38 +131,18 @@ def assemble(
         ShardPolicy(stage=config.zero, parameter_dtype=dtypes.parameter_dtype),
         placements,
     )
-    stage_index = mesh.coordinate("pp")
-    executor = PipelineExecutor(
-        SCHEDULES[config.schedule](layout.pp, config.microbatches),
-        {stage_index: stage},
-        mesh.communicator("pp"),
-        loss=stage.loss,
-        reducers={stage_index: model},
-        boundary=boundary(config, shape, layout.pp),
-    )
-    data = mesh.communicator("dp", "cp")
-    reader = Reader(
-        corpus.train,
-        config.sequence_length,
-        config.global_batch,
-        microbatches=config.microbatches,
-        seed=config.seed,
-        data_rank=mesh.coordinate("dp"),
-        data_size=layout.dp,
-        device=world.device,
-    )
     return Parts(
         config=config,
         mesh=mesh,
         stage=stage,
         model=model,
-        executor=executor,
+        executor=build_executor(config, shape, mesh, stage, model),
         optimizer=build_optimizer(config, model.pieces),
         learning_rate=warmup_cosine(
             config.lr, config.warmup_steps, config.steps, floor=config.lr * FLOOR_SHARE
         ),
         guard=NonFiniteGuard(),
-        feed=Feed(reader, data),
+        feed=build_feed(config, mesh, corpus),
         counts_tokens=1.0 if stage.is_last else 0.0,
     )
 
@@ -181,11 +160,39 @@ def build_model(config: RunConfig, shape: ModelShape, mesh: Mesh) -> DecoderStag
     return stage.to(device=mesh.world.device, dtype=dtype)
 
 
-def boundary(config: RunConfig, shape: ModelShape, stages: int) -> BoundarySpec:
-    """Return what stages hand on: the residual stream of one microbatch."""
+def build_executor(
+    config: RunConfig, shape: ModelShape, mesh: Mesh, stage: DecoderStage, model: DataParallel
+) -> PipelineExecutor:
+    """Build what runs the schedule on this rank's stage."""
+    index = mesh.coordinate("pp")
     rows = config.global_batch // (config.mesh.dp * config.microbatches)
-    size = (rows, config.sequence_length, shape.width)
-    return BoundarySpec.uniform(stages, TensorSpec(size, policy(config.dtype).compute))
+    # Stages hand on the residual stream of one microbatch.
+    handed_on = TensorSpec(
+        (rows, config.sequence_length, shape.width), policy(config.dtype).compute
+    )
+    return PipelineExecutor(
+        SCHEDULES[config.schedule](config.mesh.pp, config.microbatches),
+        {index: stage},
+        mesh.communicator("pp"),
+        loss=stage.loss,
+        reducers={index: model},
+        boundary=BoundarySpec.uniform(config.mesh.pp, handed_on),
+    )
+
+
+def build_feed(config: RunConfig, mesh: Mesh, corpus: Corpus) -> Feed:
+    """Build the reader of this data rank's share of each global batch."""
+    reader = Reader(
+        corpus.train,
+        config.sequence_length,
+        config.global_batch,
+        microbatches=config.microbatches,
+        seed=config.seed,
+        data_rank=mesh.coordinate("dp"),
+        data_size=config.mesh.dp,
+        device=mesh.world.device,
+    )
+    return Feed(reader, mesh.communicator("dp", "cp"))
 
 
 def build_optimizer(config: RunConfig, pieces: dict[str, Piece]) -> torch.optim.Optimizer:
