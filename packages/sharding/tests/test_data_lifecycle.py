@@ -216,6 +216,19 @@ def test_what_the_modules_own_zero_grad_throws_away_stays_away(
 
 
 @STAGES
+def test_a_gradient_thrown_away_before_its_bucket_starts_is_not_reduced(stage: int) -> None:
+    model = Scalars("a", "b")
+    parallel = wrap(model, stage=stage, bucket_bytes=1)
+
+    parallel.last_backward()
+    model.a.backward()
+    model.zero_grad()
+    model.b.backward()  # completes the first bucket, and the second is complete already
+
+    assert finish(parallel) == {"a": 0.0, "b": 1.0}
+
+
+@STAGES
 @DTYPES
 def test_a_gradient_written_by_hand_is_what_is_reduced(stage: int, dtype: torch.dtype) -> None:
     model = Scalars("a", "b", dtype=dtype)
@@ -468,15 +481,41 @@ def test_a_call_out_of_order_is_refused(
         mistake(model, parallel)
 
 
-def test_gradients_can_be_dropped_on_purpose() -> None:
-    model = Scalars("a")
+def test_a_parameter_that_gets_gradients_twice_does_not_complete_its_neighbours() -> None:
+    model = Scalars("a", "b")
     parallel = wrap(model)
 
+    parallel.last_backward()
+    model.a.backward()  # as re-entrant checkpointing does, in backwards within a backward
+    model.a.backward()
+    model.b.backward()
+
+    assert finish(parallel) == {"a": 2.0, "b": 1.0}
+
+
+@STAGES
+def test_a_step_dropped_on_purpose_leaves_no_gradient_and_no_last_backward(stage: int) -> None:
+    model = Scalars("a", "b")
+    parallel = wrap(model, stage=stage)
+
+    parallel.last_backward()
     model.a.backward()
     parallel.zero_grad(discard=True)
-    (model.a * 3).backward()
+    (model.a * 3 + model.b).backward()
+    model.a.backward()
 
-    assert finish(parallel) == {"a": 3.0}
+    assert finish(parallel) == {"a": 4.0, "b": 1.0}
+
+
+def test_where_only_a_range_is_reduced_the_module_shows_no_gradient() -> None:
+    model = Scalars("a")
+    parallel = wrap(model, stage=1)
+
+    model.a.backward()
+    finish(parallel)
+
+    assert model.a.grad is None
+    assert parallel.pieces["a"].parameter.grad.item() == 1.0
 
 
 @pytest.mark.parametrize(

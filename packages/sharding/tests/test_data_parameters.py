@@ -145,6 +145,17 @@ def test_a_parameter_smaller_than_the_world_is_kept_by_some_ranks_only(
     assert sum(LocalWorld(num_ranks).run(run)) == (1 if stage else num_ranks)
 
 
+def test_masters_of_a_stage_one_rank_take_the_memory_of_its_range_only() -> None:
+    def run(comm: Communicator) -> list[int]:
+        mesh = Mesh(comm, MeshShape(dp=comm.size))
+        policy = ShardPolicy(stage=1, alignment=1)
+        parallel = data_parallel(nn.Linear(8, 8, dtype=torch.bfloat16), mesh, policy)
+        held = (piece.parameter for piece in parallel.pieces.values())
+        return sorted({parameter.untyped_storage().nbytes() for parameter in held})
+
+    assert LocalWorld(4).run(run) == [[(64 + 8) // 4 * 4]] * 4
+
+
 @STAGES
 def test_a_model_with_nothing_to_train_goes_through_a_step(stage: int) -> None:
     def run(comm: Communicator) -> dict[str, Piece]:
@@ -250,6 +261,54 @@ def test_placed_parameters_get_the_whole_models_gradients_each_element_owned_onc
         assert torch.equal(owners, torch.ones(parameter.shape)), name
 
 
+def test_buckets_are_cut_over_data_and_context_ranks_together() -> None:
+    def run(comm: Communicator) -> tuple[list[tuple[str, int]], list[int], int]:
+        calls: list[RecordedCall] = []
+        mesh = Mesh(RecordingCommunicator(comm, calls), MeshShape(dp=2, cp=2, tp=2))
+        model = nn.Linear(8, 1, bias=False)
+        parallel = data_parallel(model, mesh, ShardPolicy(stage=1, alignment=1))
+        calls.clear()
+        model(torch.ones(1, 8)).sum().backward()
+        parallel.reduce()
+        parallel.wait()
+        specs = [piece.spec for piece in parallel.pieces.values()]
+        assert [spec.replicated for spec in specs] == [("tp",)]
+        found = [(call.operation, call.numel) for call in calls]
+        return found, [spec.numel for spec in specs], parallel.layout[0].num_ranks
+
+    assert LocalWorld(8).run(run) == [([("reduce_scatter", 8)], [2], 4)] * 8
+
+
+@STAGES
+def test_gradients_of_experts_are_summed_over_the_ranks_that_hold_them(stage: int) -> None:
+    def run(comm: Communicator) -> float:
+        mesh = Mesh(comm, MeshShape(dp=4, ep=2))
+        model = nn.Linear(1, 1, bias=False)
+        expert = mesh.coordinate("ep")
+        placement = ParameterPlacement.sharded((2, 1), 0, rank=expert, size=2, axis="ep")
+        parallel = data_parallel(model, mesh, ShardPolicy(stage=stage), {"weight": placement})
+        # Both ranks that hold an expert have already seen the tokens of all that do not.
+        (model.weight * 10**expert * (1 + mesh.coordinate("edp"))).backward()
+        parallel.reduce()
+        parallel.wait()
+        return sum(piece.parameter.grad.item() for piece in parallel.pieces.values())
+
+    copies = 1 if stage else 2
+    assert sum(LocalWorld(4).run(run)) == copies * (3.0 + 30.0)
+
+
+def test_float64_weights_computed_with_in_sixteen_bits_keep_float64_masters() -> None:
+    policy = ShardPolicy(parameter_dtype=lambda *_: torch.bfloat16)
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.fill_(1 + 2.0**-40)
+
+    parallel = data_parallel(model, lone_mesh(), policy)
+
+    assert parallel.pieces["weight"].parameter.item() == 1 + 2.0**-40
+    assert model.weight.dtype == torch.bfloat16
+
+
 @STAGES
 def test_partial_sums_of_tensor_ranks_are_added_last_and_on_the_kept_range_only(
     stage: int,
@@ -271,6 +330,22 @@ def test_partial_sums_of_tensor_ranks_are_added_last_and_on_the_kept_range_only(
 
     first = ("reduce_scatter", 8) if stage else ("all_reduce", 8)
     assert LocalWorld(4).run(run) == [[first, ("all_reduce", 4 if stage else 8)]] * 4
+
+
+@STAGES
+def test_sums_over_two_further_axes_are_taken_one_after_the_other(stage: int) -> None:
+    def run(comm: Communicator) -> list[float]:
+        mesh = Mesh(comm, MeshShape(dp=4, tp=2, ep=2))
+        model = nn.Linear(1, 2, bias=False)
+        placement = ParameterPlacement.replicated((2, 1), {"ep": Partial(), "etp": Partial()})
+        policy = ShardPolicy(stage=stage, alignment=1)
+        parallel = data_parallel(model, mesh, policy, {"weight": placement})
+        (model.weight.sum() * 2**comm.rank).backward()
+        parallel.reduce()
+        parallel.wait()
+        return [p.parameter.grad.flatten()[0].item() for p in parallel.pieces.values()]
+
+    assert LocalWorld(8).run(run) == [[255.0]] * 8
 
 
 @STAGES

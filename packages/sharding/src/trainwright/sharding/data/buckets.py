@@ -153,6 +153,8 @@ class Bucket:
 
     def start_reduction(self) -> None:
         """Start summing the gradients over the data ranks; they belong to it until finished."""
+        for member in self.members:
+            member.link_gradient()
         self.started = True
         if self.data.size == 1:
             return

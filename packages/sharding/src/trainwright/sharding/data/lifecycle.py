@@ -145,8 +145,6 @@ class DataParallel:
             self._flat.check_complete(self._module)
             self._first = False
         for bucket in self._buckets[self._next :]:
-            for member in bucket.members:
-                member.link_gradient()
             bucket.start_reduction()
         self._next = len(self._buckets)
         self._phase = _Phase.REDUCING

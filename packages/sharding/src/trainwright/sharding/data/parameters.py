@@ -76,9 +76,9 @@ def collect_parameters(
     chosen = _choose_placements(model, placements or {})
     owners: dict[int, list[Owner]] = {}
     for module in model.modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append((module, attribute))
+        for attribute, held in module._parameters.items():
+            if held is not None:
+                owners.setdefault(id(held), []).append((module, attribute))
     found: list[ModelParameter] = []
     for name, parameter in model.named_parameters():
         placement = chosen[name]
