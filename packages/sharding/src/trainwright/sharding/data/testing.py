@@ -10,7 +10,11 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from trainwright.collectives import Communicator
+from trainwright.collectives import Communicator, SingleCommunicator
+from trainwright.sharding.data.lifecycle import DataParallel
+from trainwright.sharding.data.parallel import data_parallel
+from trainwright.sharding.data.policy import ShardPolicy
+from trainwright.sharding.mesh import Mesh, MeshShape
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LossOfMicrobatch = Callable[[nn.Module, int], torch.Tensor]
@@ -101,6 +105,30 @@ def network_plans(
         empty=st.booleans(),
         dtype=st.sampled_from(list(dtypes)),
     )
+
+
+class Scalars(nn.Module):
+    """0-d parameters, each with the gradient that the loss multiplies it with."""
+
+    def __init__(self, *names: str, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.zeros((), dtype=dtype)))
+
+
+def wrap(model: nn.Module, comm: Communicator | None = None, **policy: Any) -> DataParallel:
+    """Make a model data-parallel over all ranks of ``comm``, or alone, without alignment."""
+    comm = SingleCommunicator() if comm is None else comm
+    mesh = Mesh(comm, MeshShape(dp=comm.size))
+    return data_parallel(model, mesh, ShardPolicy(**{"alignment": 1, **policy}))
+
+
+def finish(parallel: DataParallel) -> dict[str, float]:
+    """Reduce, wait and return the sum of each gradient that this rank keeps."""
+    parallel.reduce()
+    parallel.wait()
+    gradients = {name: piece.parameter.grad for name, piece in parallel.pieces.items()}
+    return {name: float(g.sum()) for name, g in gradients.items() if g is not None}
 
 
 class SerialTrainer:
