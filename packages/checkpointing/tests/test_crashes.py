@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from trainwright.checkpointing.errors import NoCheckpointError, SaveFailedError
 from trainwright.checkpointing.state import LocalFiles, Sharded, StateStore
-from trainwright.checkpointing.testing.files import CrashingFiles, FailingFiles, SimulatedCrash
+from trainwright.checkpointing.testing.failing import FailingFiles
+from trainwright.checkpointing.testing.files import CrashingFiles, SimulatedCrash
 from trainwright.collectives import LocalWorld, PeerFailedError, ShardSpec
 
 ROOT = Path("/runs/a")

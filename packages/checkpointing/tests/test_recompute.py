@@ -209,6 +209,16 @@ def test_tensors_in_records_and_named_tuples_keep_their_gradients():
     assert run(recompute(function)) == run(function)
 
 
+def test_sizes_and_results_of_torch_are_handed_on_as_they_are():
+    x = torch.ones(6, requires_grad=True)
+    best = torch.ones(2, 3).max(dim=1)
+    y = recompute(lambda x, shape, best: x.view(shape).exp() * best.values.sum())(
+        x, torch.Size([2, 3]), best
+    )
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * torch.ones(6).exp())
+
+
 @pytest.mark.parametrize("name", ["use_reentrant", "debug", "context_fn", "function", "early_stop"])
 def test_keywords_named_like_those_of_torch_reach_the_function(name):
     x = torch.ones(2, requires_grad=True)

@@ -32,7 +32,7 @@ def take_apart(value: Any, tensors: list[torch.Tensor]) -> Build:
     if type(value) is dict:
         entries = {key: take_apart(item, tensors) for key, item in value.items()}
         return lambda given: {key: build(given) for key, build in entries.items()}
-    if isinstance(value, tuple) or type(value) is list:
+    if type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return _take_sequence_apart(value, tensors)
     names = _field_names(value)
     if names is not None:

@@ -1,4 +1,4 @@
-"""File systems for tests: in memory, crashing at any operation, failing on demand."""
+"""A file system in memory that loses power after any operation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from trainwright.checkpointing.protocol import Files, Reader, Writer
+from trainwright.checkpointing.protocol import Reader, Writer
 
 _PAGE = 64  # bytes that reach the disk together; small, so that small files tear
 
@@ -47,9 +47,9 @@ class _Folder:
 class CrashingFiles:
     """`Files` in memory that loses power after a given number of operations.
 
-    What was not synced then may be lost, kept or torn: a file is any mixture of pages of its old
-    and new contents and zeros, at any length; of the changes to a folder's names any subset has
-    happened, each wholly or not at all.
+    What was not synced then may be lost, kept or torn: a file has any length from what was synced
+    to what was written, its later pages are there or zeros; of the changes to a folder's names any
+    subset has happened, each wholly or not at all.
 
     Args:
         crash_after: Operations that succeed; the next one raises `SimulatedCrash`, and so does
@@ -217,94 +217,6 @@ class _MemoryReader:
         return
 
 
-@attrs.define(eq=False)
-class FailingFiles:
-    """Another `Files` of which one operation fails: a full disk, a lost permission.
-
-    Args:
-        inner: Where everything else goes.
-        operation: Name of a method of `Files`, or ``write``, ``sync`` of its writers.
-        error: What it raises, each time.
-        after: Successes before the first failure; for ``write`` bytes, for others calls.
-    """
-
-    inner: Files
-    operation: str
-    error: OSError
-    after: int = 0
-
-    def _spend(self, operation: str, amount: int = 1) -> None:
-        if operation != self.operation:
-            return
-        if self.after < amount:
-            raise self.error
-        self.after -= amount
-
-    def make_folder(self, folder: Path) -> None:
-        """See `Files.make_folder`."""
-        self._spend("make_folder")
-        self.inner.make_folder(folder)
-
-    def create(self, path: Path) -> Writer:
-        """See `Files.create`."""
-        self._spend("create")
-        return _FailingWriter(self, self.inner.create(path))
-
-    def open(self, path: Path) -> Reader:
-        """See `Files.open`."""
-        self._spend("open")
-        return self.inner.open(path)
-
-    def names(self, folder: Path) -> list[str]:
-        """See `Files.names`."""
-        self._spend("names")
-        return self.inner.names(folder)
-
-    def size(self, path: Path) -> int:
-        """See `Files.size`."""
-        self._spend("size")
-        return self.inner.size(path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        """See `Files.rename`."""
-        self._spend("rename")
-        self.inner.rename(source, target)
-
-    def sync_folder(self, folder: Path) -> None:
-        """See `Files.sync_folder`."""
-        self._spend("sync_folder")
-        self.inner.sync_folder(folder)
-
-    def remove_folder(self, folder: Path) -> None:
-        """See `Files.remove_folder`."""
-        self._spend("remove_folder")
-        self.inner.remove_folder(folder)
-
-    def free_bytes(self, folder: Path) -> int | None:
-        """See `Files.free_bytes`."""
-        return self.inner.free_bytes(folder)
-
-
-@attrs.define(eq=False)
-class _FailingWriter:
-    files: FailingFiles
-    inner: Writer
-
-    def write(self, data: bytes | memoryview) -> None:
-        room = self.files.after
-        if self.files.operation == "write" and room < len(data):
-            self.inner.write(data[:room])  # as a full disk does: a part still fits
-        self.files._spend("write", len(data))
-        self.inner.write(data)
-
-    def sync(self) -> None:
-        self.files._spend("sync")
-        self.inner.sync()
-
-    def close(self) -> None:
-        self.inner.close()
-
-
 def _paths(folder: _Folder, path: Path) -> Iterator[Path]:
     for name, node in sorted(folder.names.items()):
         if isinstance(node, _File):
@@ -336,13 +248,10 @@ def _restart(folder: _Folder, rng: random.Random) -> _Folder:
 
 def _tear(file: _File, rng: random.Random) -> bytes:
     data = bytes(file.data)
-    if data == file.synced:
-        return data
-    length = rng.choice([len(file.synced), len(data), rng.randint(0, len(data))])
-    torn = bytearray()
-    for begin in range(0, length, _PAGE):
-        end = min(begin + _PAGE, length)
-        old = file.synced[begin:end]
-        page = rng.choice([data[begin:end], old, b""])
-        torn += page.ljust(end - begin, b"\0")
+    synced = len(file.synced)  # files only grow, so this much is as it was
+    length = rng.choice([synced, len(data), rng.randint(synced, len(data))])
+    torn = bytearray(file.synced)
+    for begin in range(synced, length, _PAGE):
+        page = data[begin : min(begin + _PAGE, length)]
+        torn += rng.choice([page, page, bytes(len(page))])
     return bytes(torn)
