@@ -311,6 +311,21 @@ def test_a_declared_gradient_may_find_no_use() -> None:
     assert len(gradients) == 3
 
 
+def test_in_an_evaluation_no_output_needs_a_gradient() -> None:
+    boundary = BoundarySpec({0: TensorSpec((3, 3), F64, needs_grad=False)})
+
+    def on_rank(comm: Communicator) -> float:
+        stage = Stage(lambda w, *_, **__: w)
+        executor = PipelineExecutor(
+            one_f_one_b(2, 1), {comm.rank: stage}, comm, loss=total, boundary=boundary
+        )
+        return float(executor.evaluate(start, 1).loss_sum)
+
+    _, loss = LocalWorld(2, timeout_s=10.0).run(on_rank)
+
+    assert loss == pytest.approx(float(Stage(sum_all).weight.detach().sum()))
+
+
 def test_ranks_that_disagree_about_declared_boundaries_hear_of_it() -> None:
     def on_rank(comm: Communicator) -> None:
         boundary = BoundarySpec({0: TensorSpec((32,), torch.int64)}) if comm.rank == 0 else None

@@ -217,14 +217,36 @@ def test_the_transport_is_told_why_a_rank_gives_up() -> None:
     assert any("telling the other ranks failed" in note for note in caught.value.__notes__)
 
 
+def test_a_rank_that_is_told_of_a_failure_does_not_tell_it_again() -> None:
+    told: list[BaseException] = []
+
+    class Broken:
+        rank, size, device = 0, 2, torch.device("cpu")
+
+        def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Any:
+            raise PeerFailedError(1, "broken stage")
+
+        recv = send
+        abort = told.append
+
+    executor = PipelineExecutor(gpipe(2, 1), {0: Affine()}, Broken(), loss=total)
+
+    with pytest.raises(PeerFailedError):
+        executor.step(inputs, divisor=1.0)
+
+    assert told == []
+
+
 def test_one_rank_can_go_on_after_a_step_that_raised() -> None:
-    executor = single(sequential(1, 2))
+    comm = SingleCommunicator()
+    executor = PipelineExecutor(sequential(1, 2), {0: Affine()}, comm, loss=total)
 
     with pytest.raises(KeyError):
         executor.step(lambda s, m: {}[m], divisor=1.0)
     result = executor.step(inputs, divisor=1.0)
 
     assert float(result.loss_sum) == 0.5 * (2 + 4)
+    comm.barrier()
 
 
 def split_backward() -> Schedule:
@@ -287,15 +309,21 @@ def test_a_loss_that_is_no_sum_is_refused(loss: Any, message: str) -> None:
         single(sequential(1, 1), loss=loss).step(inputs, divisor=1.0)
 
 
-def test_losses_may_differ_in_dtype_from_microbatch_to_microbatch() -> None:
-    dtypes = [torch.float32, torch.float64, torch.float32]
+def test_each_loss_is_seeded_in_its_own_dtype() -> None:
+    dtypes = [torch.float32, torch.float64]
     stage = Affine()
-    executor = single(sequential(1, 3), stage, loss=lambda output, dtype: output.sum().to(dtype))
+    executor = single(sequential(1, 2), stage, loss=lambda output, dtype: output.sum().to(dtype))
 
-    executor.step(lambda s, m: {**inputs(s, m), "dtype": dtypes[m]}, divisor=4.0)
+    executor.step(
+        lambda s, m: {
+            "hidden": torch.full((1,), float(m), dtype=torch.float64),
+            "dtype": dtypes[m],
+        },
+        divisor=3.0,
+    )
 
     assert stage.weight.grad is not None
-    assert float(stage.weight.grad) == (2 + 4 + 6) / 4
+    assert float(stage.weight.grad) == 1 / 3
 
 
 def test_stage_and_loss_each_get_the_inputs_they_have_a_parameter_for() -> None:
