@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -177,7 +177,6 @@ def check_against_serial(case: Case, tolerances: list[float]) -> None:
                 assert torch.equal(snapshot.weights[name], found[0].weights[name])
 
 
-@settings(max_examples=25)
 @given(case=cases)
 def test_every_stage_computes_what_one_process_computes(case: Case) -> None:
     # A sum of at most 24 terms in another order, through three steps of a smooth model.
