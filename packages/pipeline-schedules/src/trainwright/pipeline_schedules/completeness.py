@@ -110,7 +110,7 @@ def _check_reductions(schedule: Schedule, wanted: int) -> None:
     action = Action(Kind.REDUCE, stage)
     rank = schedule.rank_of_stage[stage]
     raise ScheduleError(
-        f"{action} stands {counts[stage]} times on rank {rank}, it must {wanted} times",
+        f"{action} stands {counts[stage]} times on rank {rank}, it must stand {wanted} times",
         _places(schedule, (Kind.REDUCE,), stage, NO_MICROBATCH),
     )
 

@@ -1,4 +1,4 @@
-"""What tests of schedules draw: sizes, valid schedules of any shape, and small damages to them."""
+"""What tests of schedules draw: sizes, valid schedules of any shape, small damages, text."""
 
 from trainwright.pipeline_schedules.testing.damages import damages
 from trainwright.pipeline_schedules.testing.strategies import (
@@ -7,10 +7,12 @@ from trainwright.pipeline_schedules.testing.strategies import (
     ownerships,
     valid_schedules,
 )
+from trainwright.pipeline_schedules.testing.text import from_text
 
 __all__ = [
     "GENERATORS",
     "damages",
+    "from_text",
     "generated_schedules",
     "ownerships",
     "valid_schedules",
