@@ -185,6 +185,24 @@ def test_the_trigram_model_knows_more_than_the_bigram_where_context_matters() ->
     stream = np.frombuffer(b"abcabdacb" * 300, dtype=np.uint8)
     bigram, trigram = fit_ngrams(stream).losses(stream[None, :500])
     assert trigram < bigram - 0.1
-    table = fit_ngrams(stream)
-    assert np.allclose(np.exp(table.bigram.astype(np.float64)).sum(axis=1), 1.0, atol=1e-5)
-    assert np.allclose(np.exp(table.trigram.astype(np.float64)).sum(axis=1), 1.0, atol=1e-5)
+
+
+def test_ngram_probabilities_sum_to_one_and_every_byte_is_counted_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = np.random.default_rng(0).integers(0, 256, 1003).astype(np.uint8)
+    whole = fit_ngrams(stream)
+    every = np.arange(256)
+    for before, previous in ((1, 2), (int(stream[5]), int(stream[6])), (255, 0)):
+        given = np.full(256, before), np.full(256, previous)
+        assert abs(whole.bigram(given[1], every).sum() - 1) < 1e-12
+        assert abs(whole.trigram(*given, every).sum() - 1) < 1e-12
+    for chunk in (1, 7, 500, 1000, 1001, 1002, 1003):
+        monkeypatch.setattr("trainwright.integration.data.ngram.CHUNK", chunk)
+        cut = fit_ngrams(stream) if chunk > 6 else fit_ngrams(stream[:9])
+        right = whole if chunk > 6 else None
+        assert cut.pairs.sum() == (1002 if chunk > 6 else 8)
+        assert cut.triples.sum() == (1001 if chunk > 6 else 7)
+        if right is not None:
+            assert np.array_equal(cut.pairs, right.pairs)
+            assert np.array_equal(cut.triples, right.triples)

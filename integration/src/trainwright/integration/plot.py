@@ -4,12 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib.figure import Figure
-
 
 def plot_loss(
     path: Path,
@@ -25,6 +19,9 @@ def plot_loss(
         losses: training loss of each step, in nats a byte.
         levels: name and height of each line, such as the bigram's loss.
     """
+    # Only the first rank draws; the others need not spend seconds on this import.
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, losses, color="#1f5fa8", linewidth=1.0, label="training loss")

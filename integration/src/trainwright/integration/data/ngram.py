@@ -10,18 +10,39 @@ SMOOTHING = 0.01
 """Added to each count, so that no byte has probability zero."""
 
 
+CHUNK = 1 << 22
+"""Bytes counted at once."""
+
+
 @attrs.frozen(eq=False)
 class NgramBaseline:
-    """Log-probabilities of bytes after the one and the two bytes before them.
+    """Probabilities of bytes after the one and the two bytes before them.
 
     Args:
-        bigram: float32 [256, 256], log p(byte | previous byte).
-        trigram: float32 [65536, 256], log p(byte | two previous bytes), interpolated with the
-            bigram where a context was not seen.
+        pairs: int64 [65536], how often byte a was followed by b, at 256·a + b.
+        triples: int64 [16777216], how often a, b was followed by c, at 65536·a + 256·b + c.
     """
 
-    bigram: np.ndarray
-    trigram: np.ndarray
+    pairs: np.ndarray
+    triples: np.ndarray
+
+    def bigram(self, previous: np.ndarray, following: np.ndarray) -> np.ndarray:
+        """Return p(following | previous), each count raised a little so that none is zero."""
+        totals = self.pairs.reshape(VOCABULARY, VOCABULARY).sum(axis=1)
+        counts = self.pairs[previous * VOCABULARY + following]
+        smoothed: np.ndarray = (counts + SMOOTHING) / (totals[previous] + SMOOTHING * VOCABULARY)
+        return smoothed
+
+    def trigram(
+        self, before: np.ndarray, previous: np.ndarray, following: np.ndarray
+    ) -> np.ndarray:
+        """Return p(following | before, previous); one count of the bigram stands behind each."""
+        contexts = before * VOCABULARY + previous
+        counts = self.triples[contexts * VOCABULARY + following]
+        # A pair at the very end of the stream is followed by nothing.
+        totals = self.triples.reshape(-1, VOCABULARY)[contexts].sum(axis=-1)
+        mixed: np.ndarray = (counts + self.bigram(previous, following)) / (totals + 1.0)
+        return mixed
 
     def losses(self, sequences: np.ndarray) -> tuple[float, float]:
         """Return the mean loss in nats a byte of the bigram and the trigram model.
@@ -30,28 +51,22 @@ class NgramBaseline:
             sequences: uint8 [n, s+1]; each byte but a sequence's first is predicted, the second one
                 by the bigram alone.
         """
-        previous = sequences[:, :-1].astype(np.int64)
-        following = sequences[:, 1:].astype(np.int64)
-        by_bigram = -self.bigram[previous, following]
-        contexts = previous[:, :-1] * VOCABULARY + previous[:, 1:]
-        by_trigram = -self.trigram[contexts, following[:, 1:]]
-        total = by_bigram[:, 0].sum(dtype=np.float64) + by_trigram.sum(dtype=np.float64)
-        return float(by_bigram.mean(dtype=np.float64)), float(total / following.size)
+        bytes_ = sequences.astype(np.int64)
+        by_bigram = -np.log(self.bigram(bytes_[:, :-1], bytes_[:, 1:]))
+        by_trigram = -np.log(self.trigram(bytes_[:, :-2], bytes_[:, 1:-1], bytes_[:, 2:]))
+        total = by_bigram[:, 0].sum() + by_trigram.sum()
+        return float(by_bigram.mean()), float(total / by_bigram.size)
 
 
 def fit_ngrams(stream: np.ndarray) -> NgramBaseline:
-    """Count the bytes of a uint8 stream [n] and return the smoothed models."""
-    bytes_ = stream.astype(np.int64)
-    pairs = np.bincount(bytes_[:-1] * VOCABULARY + bytes_[1:], minlength=VOCABULARY**2)
-    counts = pairs.reshape(VOCABULARY, VOCABULARY) + SMOOTHING
-    bigram = counts / counts.sum(axis=1, keepdims=True)
-    triples = np.bincount(
-        (bytes_[:-2] * VOCABULARY + bytes_[1:-1]) * VOCABULARY + bytes_[2:],
-        minlength=VOCABULARY**3,
-    ).reshape(VOCABULARY**2, VOCABULARY)
-    # One pseudo-count of the bigram's distribution stands behind each context.
-    prior = np.tile(bigram, (VOCABULARY, 1))
-    trigram = (triples + prior) / (triples.sum(axis=1, keepdims=True) + 1.0)
-    return NgramBaseline(
-        bigram=np.log(bigram).astype(np.float32), trigram=np.log(trigram).astype(np.float32)
-    )
+    """Count the bytes of a uint8 stream [n]."""
+    pairs = np.zeros(VOCABULARY**2, dtype=np.int64)
+    triples = np.zeros(VOCABULARY**3, dtype=np.int64)
+    for start in range(0, len(stream), CHUNK):
+        bytes_ = stream[start : start + CHUNK + 2].astype(np.int64)
+        codes = bytes_[:-1] * VOCABULARY + bytes_[1:]
+        # The last pair of a chunk is the first one of the next.
+        fresh = codes if start + CHUNK + 2 > len(stream) else codes[:CHUNK]
+        pairs += np.bincount(fresh, minlength=VOCABULARY**2)
+        triples += np.bincount(codes[:-1] * VOCABULARY + bytes_[2:], minlength=VOCABULARY**3)
+    return NgramBaseline(pairs, triples)
