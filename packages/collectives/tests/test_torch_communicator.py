@@ -1,7 +1,7 @@
 """The communicator over torch.distributed, between real processes that are connected by Gloo.
 
-Starting processes is slow, so a few functions make many claims each; what they claim is in the
-names of the functions they call.
+Starting processes is slow, so four of them run all the sections below one after the other, and a
+test asks for each whether it was finished.
 """
 
 import os
@@ -46,23 +46,21 @@ NOT_OF_NATIVE_GLOO = {
 }
 
 
-def test_four_processes_obey_the_laws_and_give_the_bits_of_threads() -> None:
-    run_processes(obey_everything, 4, timeout_s=120.0)
+@pytest.fixture(scope="module")
+def kept() -> list[list[str]]:
+    """Run all sections in four processes; return the names of those that each has finished."""
+    return run_processes(run_sections, 4, timeout_s=150.0)
 
 
-def obey_everything(comm: TorchCommunicator) -> None:
-    obey_laws(comm)
-    groups_of_torch_are_accepted(comm)
-    strangers_are_turned_away(comm)
-    strided_views_leave_their_neighbours_alone(comm)
-    sums_have_the_bits_of_threads(comm)
-    tags_too_large_for_gloo_are_refused(comm)
-    half = comm.split(comm.rank % 2)
-    obey_laws(half)
-    native_operations_obey_too(comm)
+def run_sections(comm: TorchCommunicator) -> list[str]:
+    finished = []
+    for section in SECTIONS:
+        section(comm)
+        finished.append(section.__name__)
+    return finished
 
 
-def obey_laws(comm: TorchCommunicator) -> None:
+def the_laws_hold(comm: TorchCommunicator) -> None:
     for number, law in enumerate(COMMUNICATOR_LAWS):
         for case in some_cases() if number < 1 else some_cases()[number % 3 :: 5] or ONE_CASE:
             try:
@@ -162,20 +160,6 @@ def native_operations_obey_too(comm: TorchCommunicator) -> None:
             half.split(0)
 
 
-def test_failures_reach_the_peers_with_rank_and_cause() -> None:
-    run_processes(fail_in_many_ways, 4, timeout_s=120.0)
-
-
-def fail_in_many_ways(comm: TorchCommunicator) -> None:
-    a_rank_that_gives_up_wakes_the_others(TorchCommunicator())
-    a_timeout_names_exactly_the_missing(TorchCommunicator())
-    different_calls_never_meet(TorchCommunicator())
-    a_failure_in_a_part_reaches_the_whole(TorchCommunicator())
-    a_failure_reaches_those_in_the_second_round(TorchCommunicator())
-    # None of this has harmed other communicators of the same processes.
-    comm.barrier()
-
-
 def failing(fn: Callable[[], object], error_type: type[Exception]) -> tuple[Exception, float]:
     start = time.monotonic()
     with pytest.raises(error_type) as caught:
@@ -183,7 +167,8 @@ def failing(fn: Callable[[], object], error_type: type[Exception]) -> tuple[Exce
     return caught.value, time.monotonic() - start
 
 
-def a_rank_that_gives_up_wakes_the_others(comm: TorchCommunicator) -> None:
+def a_rank_that_gives_up_wakes_the_others(world: TorchCommunicator) -> None:
+    comm = TorchCommunicator()
     if comm.rank == 1:
         comm.abort(ValueError("no more data"))
         return
@@ -194,7 +179,8 @@ def a_rank_that_gives_up_wakes_the_others(comm: TorchCommunicator) -> None:
     failing(comm.barrier, PeerFailedError)
 
 
-def a_timeout_names_exactly_the_missing(comm: TorchCommunicator) -> None:
+def a_timeout_names_exactly_the_missing(world: TorchCommunicator) -> None:
+    comm = TorchCommunicator()
     tensor = torch.ones(3)
     comm.all_reduce(tensor).wait()
     if comm.rank in (1, 3):
@@ -208,14 +194,16 @@ def a_timeout_names_exactly_the_missing(comm: TorchCommunicator) -> None:
     assert seconds < 10.0
 
 
-def different_calls_never_meet(comm: TorchCommunicator) -> None:
+def different_calls_never_meet(world: TorchCommunicator) -> None:
+    comm = TorchCommunicator()
     tensor = torch.ones(5 if comm.rank == 2 else 3)
     error, _ = failing(lambda: comm.all_reduce(tensor, timeout_s=1.0).wait(), TimeoutError)
     assert "another operation, shape, dtype or order" in str(error)
     assert any(f"all_reduce(float32[{len(tensor)}], SUM)" in note for note in error.__notes__)
 
 
-def a_failure_in_a_part_reaches_the_whole(comm: TorchCommunicator) -> None:
+def a_failure_in_a_part_reaches_the_whole(world: TorchCommunicator) -> None:
+    comm = TorchCommunicator()
     half = comm.split(comm.rank // 2)
     if comm.rank == 3:
         half.abort("tired")
@@ -224,7 +212,8 @@ def a_failure_in_a_part_reaches_the_whole(comm: TorchCommunicator) -> None:
         assert (error.rank, error.cause) == (3, "tired")
 
 
-def a_failure_reaches_those_in_the_second_round(comm: TorchCommunicator) -> None:
+def a_failure_reaches_those_in_the_second_round(world: TorchCommunicator) -> None:
+    comm = TorchCommunicator()
     large = torch.ones(300_000)
     if comm.rank == 0:
         time.sleep(0.5)
@@ -232,6 +221,40 @@ def a_failure_reaches_those_in_the_second_round(comm: TorchCommunicator) -> None
         return
     error, _ = failing(lambda: comm.all_reduce(large).wait(), PeerFailedError)
     assert (error.rank, error.cause) == (0, "left")
+
+
+def failures_have_not_harmed_other_communicators(world: TorchCommunicator) -> None:
+    tensor = torch.ones(1)
+    world.all_reduce(tensor).wait()
+    assert tensor.item() == 4
+
+
+def the_laws_hold_in_a_part(comm: TorchCommunicator) -> None:
+    half = comm.split(comm.rank % 2)
+    the_laws_hold(half)
+
+
+SECTIONS = (
+    the_laws_hold,
+    the_laws_hold_in_a_part,
+    groups_of_torch_are_accepted,
+    strangers_are_turned_away,
+    strided_views_leave_their_neighbours_alone,
+    sums_have_the_bits_of_threads,
+    tags_too_large_for_gloo_are_refused,
+    native_operations_obey_too,
+    a_rank_that_gives_up_wakes_the_others,
+    a_timeout_names_exactly_the_missing,
+    different_calls_never_meet,
+    a_failure_in_a_part_reaches_the_whole,
+    a_failure_reaches_those_in_the_second_round,
+    failures_have_not_harmed_other_communicators,
+)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_between_four_processes(kept: list[list[str]], section: Callable[..., None]) -> None:
+    assert all(section.__name__ in finished for finished in kept)
 
 
 def test_a_dead_process_is_noticed_and_reported() -> None:
@@ -252,15 +275,14 @@ def die(comm: TorchCommunicator) -> None:
 
 def test_errors_of_a_process_come_back_as_they_were() -> None:
     with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
-        run_processes(divide, 2, 5, timeout_s=60.0)
-    assert "on rank 1, whose traceback was" in caught.value.__notes__[0]
+        run_processes(divide, 1, 5, timeout_s=60.0)
+    assert "on rank 0, whose traceback was" in caught.value.__notes__[0]
+    assert "in divide" in caught.value.__notes__[0]
 
 
 def divide(comm: TorchCommunicator, number: int) -> None:
     assert number == 5
-    if comm.rank == 1:
-        raise ZeroDivisionError("on purpose")
-    comm.barrier()
+    raise ZeroDivisionError("on purpose")
 
 
 def test_processes_that_hang_are_ended() -> None:

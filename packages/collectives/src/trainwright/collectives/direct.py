@@ -16,11 +16,12 @@ import torch
 
 from trainwright.collectives.arithmetic import combine
 from trainwright.collectives.calls import Call, Kind
+from trainwright.collectives.scratch import Scratch
 
 Part = tuple[int, torch.Tensor]
 
-# Above this many extra bytes a rank, two rounds beat sending everything to everybody.
-_TWO_ROUNDS_BYTES = 1 << 18
+# Above this many bytes to send, two rounds beat sending everything to everybody.
+_TWO_ROUNDS_BYTES = 1 << 17
 
 
 @attrs.define(slots=True, eq=False)
@@ -32,35 +33,42 @@ class Plan:
     late_receives: list[Part] = attrs.Factory(list)
     between: Callable[[], list[Part]] | None = None
     finish: Callable[[], None] | None = None
+    scratch: torch.Tensor | None = None
 
 
-def plan(call: Call, rank: int, size: int) -> Plan:
-    """Return this rank's part of a collective of ``size >= 2`` ranks."""
-    return _PLANS[call.kind](call, rank, size)
+def plan(call: Call, rank: int, size: int, scratch: Scratch) -> Plan:
+    """Return this rank's part of a collective of ``size >= 2`` ranks.
+
+    The plan's ``scratch`` goes back where it came from once all is done.
+    """
+    if call.kind in _COMBINERS:
+        return _COMBINERS[call.kind](call, rank, size, scratch)
+    return _MOVERS[call.kind](call, rank, size)
 
 
-def _plan_all_reduce(call: Call, rank: int, size: int) -> Plan:
+def _plan_all_reduce(call: Call, rank: int, size: int, scratch: Scratch) -> Plan:
     data = _flat(call.output)
-    if data.nbytes * (size - 2) <= _TWO_ROUNDS_BYTES:
-        return _combine_whole(call, data, [data], rank, size, receivers=range(size))
-    return _combine_by_chunks(call, data, rank, size, receivers=range(size))
+    if data.nbytes * (size - 1) <= _TWO_ROUNDS_BYTES:
+        return _combine_whole(call, data, rank, size, scratch, receivers=range(size))
+    return _combine_by_chunks(call, data, rank, size, scratch, receivers=range(size))
 
 
-def _plan_reduce(call: Call, rank: int, size: int) -> Plan:
+def _plan_reduce(call: Call, rank: int, size: int, scratch: Scratch) -> Plan:
     root = call.root or 0
     data = _flat(call.output)
-    if data.nbytes * (size - 2) <= _TWO_ROUNDS_BYTES:
-        return _combine_whole(call, data, [data], rank, size, receivers=(root,))
-    return _combine_by_chunks(call, data, rank, size, receivers=(root,))
+    if data.nbytes * (size - 1) <= _TWO_ROUNDS_BYTES:
+        return _combine_whole(call, data, rank, size, scratch, receivers=(root,))
+    return _combine_by_chunks(call, data, rank, size, scratch, receivers=(root,))
 
 
-def _plan_reduce_scatter(call: Call, rank: int, size: int) -> Plan:
+def _plan_reduce_scatter(call: Call, rank: int, size: int, scratch: Scratch) -> Plan:
     rows = _rows(call.input, size)
-    scratch = torch.empty_like(rows)
+    came = scratch.take((size - 1, rows.shape[1]), rows)
     return Plan(
-        receives=[(peer, scratch[peer]) for peer in _before(rank, size)],
+        receives=_received(came, rank, size),
         sends=[(peer, rows[peer]) for peer in _after(rank, size)],
-        finish=partial(_combine_rows, call, [_flat(call.output)], scratch, rows[rank], rank),
+        finish=partial(_combine_rows, call, _flat(call.output), came, rows[rank], rank),
+        scratch=came,
     )
 
 
@@ -89,7 +97,7 @@ def _plan_all_to_all(call: Call, rank: int, size: int) -> Plan:
 def _plan_broadcast(call: Call, rank: int, size: int) -> Plan:
     root = call.root or 0
     data = _flat(call.output)
-    if data.nbytes * (size - 2) <= _TWO_ROUNDS_BYTES:
+    if data.nbytes * (size - 1) <= _TWO_ROUNDS_BYTES:
         if rank == root:
             return Plan(sends=[(peer, data) for peer in _after(rank, size)])
         return Plan(receives=[(root, data)])
@@ -137,10 +145,13 @@ def _plan_barrier(call: Call, rank: int, size: int) -> Plan:
     )
 
 
-_PLANS: dict[Kind, Callable[[Call, int, int], Plan]] = {
+_COMBINERS: dict[Kind, Callable[[Call, int, int, Scratch], Plan]] = {
     Kind.ALL_REDUCE: _plan_all_reduce,
     Kind.REDUCE: _plan_reduce,
     Kind.REDUCE_SCATTER: _plan_reduce_scatter,
+}
+
+_MOVERS: dict[Kind, Callable[[Call, int, int], Plan]] = {
     Kind.ALL_GATHER: _plan_all_gather,
     Kind.ALL_TO_ALL: _plan_all_to_all,
     Kind.BROADCAST: _plan_broadcast,
@@ -153,50 +164,61 @@ _PLANS: dict[Kind, Callable[[Call, int, int], Plan]] = {
 def _combine_whole(
     call: Call,
     data: torch.Tensor,
-    outputs: list[torch.Tensor],
     rank: int,
     size: int,
+    scratch: Scratch,
     receivers: Sequence[int],
 ) -> Plan:
     made = Plan(sends=[(peer, data) for peer in _after(rank, size) if peer in receivers])
     if rank in receivers:
-        scratch = data.new_empty((size, data.numel()))
-        made.receives = [(peer, scratch[peer]) for peer in _before(rank, size)]
-        made.finish = partial(_combine_rows, call, outputs, scratch, data, rank)
+        came = made.scratch = scratch.take((size - 1, data.numel()), data)
+        made.receives = _received(came, rank, size)
+        made.finish = partial(_combine_rows, call, data, came, data, rank)
     return made
 
 
 def _combine_by_chunks(
-    call: Call, data: torch.Tensor, rank: int, size: int, receivers: Sequence[int]
+    call: Call,
+    data: torch.Tensor,
+    rank: int,
+    size: int,
+    scratch: Scratch,
+    receivers: Sequence[int],
 ) -> Plan:
     chunks = data.tensor_split(size)
     own = chunks[rank]
-    scratch = data.new_empty((size, own.numel()))
-    result = own if rank in receivers else torch.empty_like(own)
+    came = scratch.take((size - 1, own.numel()), own)
+    is_receiver = rank in receivers
+    result = own if is_receiver else torch.empty_like(own)
 
     def between() -> list[Part]:
-        _combine_rows(call, [result], scratch, own, rank)
+        _combine_rows(call, result, came, own, rank)
         return [(peer, result) for peer in _after(rank, size) if peer in receivers]
 
     # A peer sends its chunk of the result only after it has received ours, so the late receives
     # may write where the first round reads.
-    is_receiver = rank in receivers
     return Plan(
-        receives=[(peer, scratch[peer]) for peer in _before(rank, size)],
+        receives=_received(came, rank, size),
         sends=[(peer, chunks[peer]) for peer in _after(rank, size)],
         late_receives=[(peer, chunks[peer]) for peer in _before(rank, size) if is_receiver],
         between=between,
+        scratch=came,
     )
 
 
+def _received(came: torch.Tensor, rank: int, size: int) -> list[Part]:
+    """Pair the peers with rows; there is none for ``rank`` itself."""
+    return [(peer, came[peer - (peer > rank)]) for peer in _before(rank, size)]
+
+
 def _combine_rows(
-    call: Call, outputs: Sequence[torch.Tensor], rows: torch.Tensor, own: torch.Tensor, rank: int
+    call: Call, output: torch.Tensor, came: torch.Tensor, own: torch.Tensor, rank: int
 ) -> None:
     assert call.op is not None
     assert call.reduce_dtype is not None
-    parts = list(rows.unbind(0))
-    parts[rank] = own
-    combine(outputs, parts, call.op, call.reduce_dtype)
+    parts = list(came.unbind(0))
+    parts.insert(rank, own)
+    combine([output], parts, call.op, call.reduce_dtype)
 
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor:

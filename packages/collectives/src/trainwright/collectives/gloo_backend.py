@@ -16,6 +16,7 @@ from trainwright.collectives.gloo_tags import MAX_TAG, Tags
 from trainwright.collectives.gloo_work import GlooWork, Ticket
 from trainwright.collectives.protocol import Recv, Send, Work
 from trainwright.collectives.rendezvous import Link, Store, connect, nest
+from trainwright.collectives.scratch import Scratch
 from trainwright.collectives.single import compute_alone
 from trainwright.collectives.works import DONE
 
@@ -55,6 +56,7 @@ class GlooBackend:
         self.timeout_s = timeout_s
         self.board = board
         self.dropped: list[GlooWork] = []
+        self.scratch = Scratch()
         self._store = store
         self._tags = Tags()
         self._num_splits = 0
@@ -72,11 +74,11 @@ class GlooBackend:
             compute_alone(call)
             return DONE
         with torch.no_grad():
-            plan = direct.plan(call, self.rank, self.size)
+            plan = direct.plan(call, self.rank, self.size, self.scratch)
         first, second = self._tags.of_collective(call)
         work = GlooWork(self, call, call.timeout_s)
         tickets = self._post(plan.receives, plan.sends, first, call)
-        work.start(tickets, plan.finish, (plan, call))
+        work.start(tickets, plan.finish, plan.scratch, (plan, call))
         if plan.between is not None:
             between = plan.between
             work.start_late(self._post(plan.late_receives, (), second, call))
@@ -102,7 +104,7 @@ class GlooBackend:
                 else:
                     tickets += self._post((), part, tag, message)
         work = GlooWork(self, _Messages(messages), timeout_s)
-        work.start(tickets, None, messages)
+        work.start(tickets, None, None, messages)
         self._works.add(work)
         return work
 

@@ -31,6 +31,7 @@ class GlooWork:
         "_is_done",
         "_is_sent",
         "_late",
+        "_scratch",
         "_tickets",
         "_timeout_s",
         "_what",
@@ -43,6 +44,7 @@ class GlooWork:
         self._tickets: list[Ticket] = []
         self._late: list[Ticket] = []
         self._finish: Callable[[], None] | None = None
+        self._scratch: torch.Tensor | None = None
         self._buffers: object = None
         self._is_sent: threading.Lock | None = None
         self._error: Exception | None = None
@@ -50,11 +52,16 @@ class GlooWork:
         self._is_done = False
 
     def start(
-        self, tickets: list[Ticket], finish: Callable[[], None] | None, buffers: object
+        self,
+        tickets: list[Ticket],
+        finish: Callable[[], None] | None,
+        scratch: torch.Tensor | None,
+        buffers: object,
     ) -> None:
         """Take over the messages and what belongs to them."""
         self._tickets = tickets
         self._finish = finish
+        self._scratch = scratch
         self._buffers = buffers
 
     def start_late(self, late_receives: list[Ticket]) -> None:
@@ -71,7 +78,9 @@ class GlooWork:
             sends = [ticket for ticket in self._tickets if not ticket[1]]
             self._await(receives, None)
             self._tickets = sends
-            self._late += send()
+            # The only mode in which tensors made inside and outside of it may be written.
+            with torch.inference_mode():
+                self._late += send()
         except Exception as error:
             self._error = error
         self._is_sent.release()
@@ -93,6 +102,8 @@ class GlooWork:
         if self._finish is not None:
             with torch.no_grad():
                 self._finish()
+        if self._scratch is not None:
+            self._backend.scratch.give_back(self._scratch)
         self._clear()
 
     def close(self) -> None:
@@ -139,6 +150,7 @@ class GlooWork:
         self._tickets.clear()
         self._late.clear()
         self._finish = None
+        self._scratch = None
         self._buffers = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -157,7 +158,7 @@ class _Meeting(Pending):
                     self._share(tasks)
                     return
                 else:
-                    with torch.no_grad():
+                    with _writing():
                         for task in tasks:
                             task()
         except CollectiveError as error:
@@ -172,7 +173,7 @@ class _Meeting(Pending):
         world = self.group.world
         num_tasks = len(self.tasks)
         num_done = 0
-        with torch.no_grad():
+        with _writing():
             while (index := next(self.counter)) < num_tasks:
                 try:
                     self.tasks[index]()
@@ -212,7 +213,7 @@ class _Meeting(Pending):
         for call in calls:
             if call.event is not None:
                 stream.wait_event(call.event)
-        with torch.no_grad():
+        with _writing():
             for task in tasks:
                 task()
         for call in calls:
@@ -249,6 +250,12 @@ class _Meeting(Pending):
             f"{'; '.join(parts)}. All ranks must call the same operations in the same order with "
             "the same shapes, dtypes and arguments"
         )
+
+
+def _writing() -> AbstractContextManager[object]:
+    # A rank writes the tensors of others, which may have been made in inference mode or outside;
+    # only inside it both may be written.
+    return torch.inference_mode()
 
 
 class _MeetingWork:

@@ -97,7 +97,8 @@ def _transfer(sent: Message, received: Message) -> None:
 
 
 def _copy(sent: Message, received: Message) -> None:
-    with torch.no_grad():
+    # Only in inference mode may tensors made inside and outside of it be written.
+    with torch.inference_mode():
         if sent.event is None or received.event is None:
             received.tensor.copy_(sent.tensor)
             return

@@ -17,6 +17,7 @@ from trainwright.collectives.failures import Failure, FailureBoard
 from trainwright.collectives.native_wire import as_bytes, from_wire, to_wire, wire_op
 from trainwright.collectives.native_work import Finish, NativeWork
 from trainwright.collectives.protocol import Recv, Send, Work
+from trainwright.collectives.scratch import Scratch
 from trainwright.collectives.single import compute_alone
 from trainwright.collectives.works import DONE
 
@@ -203,7 +204,7 @@ class NativeBackend:
         return [self._group.barrier(options)], None
 
     def _start_messages(self, call: Call) -> Started:
-        plan = direct.plan(call, self.rank, self.size)
+        plan = direct.plan(call, self.rank, self.size, Scratch())
         receives = [Recv(tensor, peer) for peer, tensor in plan.receives]
         sends = [Send(tensor, peer) for peer, tensor in plan.sends]
         return self._batch([*receives, *sends]), None

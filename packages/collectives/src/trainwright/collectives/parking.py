@@ -32,11 +32,13 @@ class Pending:
 
 
 class _Sleeper:
-    __slots__ = ("deadline", "expired")
+    __slots__ = ("deadline", "pending", "rank", "verdict")
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, rank: int, pending: Pending, deadline: float) -> None:
+        self.rank = rank
+        self.pending = pending
         self.deadline = deadline
-        self.expired = False
+        self.verdict: str | None = None
 
 
 class ThreadWorld:
@@ -69,7 +71,7 @@ class ThreadWorld:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         lock = threading.Lock()
         lock.acquire()
-        sleeper = _Sleeper(time.monotonic() + timeout_s)
+        sleeper = _Sleeper(rank, pending, time.monotonic() + timeout_s)
         with self.mutex:
             if pending.is_over():
                 return
@@ -78,17 +80,19 @@ class ThreadWorld:
             self._sleepers[lock] = sleeper
             self._expire_if_stuck()
         woken = lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+        if woken and pending.is_over():
+            return
         with self.mutex:
             self._sleepers.pop(lock, None)
             if pending.is_over():
                 return
             self.check()
-            if woken and not sleeper.expired:
+            if woken and sleeper.verdict is None:
                 return
-            what = pending.describe()
-        why = "every rank waits or has returned" if sleeper.expired else f"timeout of {timeout_s} s"
-        text = f"rank {rank} gave up on {what} ({why})\n{self.stacks()}"
-        self.finish(pending, (CollectiveTimeoutError, text))
+            verdict = sleeper.verdict
+            if verdict is None:
+                verdict = f"rank {rank} gave up after {timeout_s} s on {pending.describe()}"
+        self.finish(pending, (CollectiveTimeoutError, f"{verdict}\n{self.stacks()}"))
 
     def finish(self, pending: Pending, error: Failure | None = None) -> None:
         """Mark as ready and wake whoever sleeps on it."""
@@ -153,7 +157,10 @@ class ThreadWorld:
         known = {self._caller, *self.threads}
         if not known.issuperset(threading.enumerate()):
             return
+        waiting = sorted(self._sleepers.values(), key=lambda sleeper: sleeper.rank)
         lock, sleeper = min(self._sleepers.items(), key=lambda item: item[1].deadline)
         del self._sleepers[lock]
-        sleeper.expired = True
+        sleeper.verdict = "deadlock, every rank waits or has returned:" + "".join(
+            f"\nrank {other.rank} waits in {other.pending.describe()}" for other in waiting
+        )
         lock.release()

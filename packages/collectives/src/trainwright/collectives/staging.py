@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd.graph import increment_version
 
 from trainwright.collectives.checks import check_tensor, check_writable
 
@@ -25,6 +26,9 @@ def writable(
     """
     tensor = check_tensor(what, tensor, device)
     if _is_plain(tensor):
+        if not tensor.is_inference():
+            # Transports write memory behind autograd's back; what a backward pass needs must show.
+            increment_version(tensor)
         return tensor
     check_writable(what, tensor)
     if keep:

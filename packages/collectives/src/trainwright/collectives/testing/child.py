@@ -1,4 +1,4 @@
-"""What a process of `run_processes` does."""
+"""What a process of `run_processes` does; a script, so that it imports only what it needs."""
 
 from __future__ import annotations
 
@@ -99,3 +99,7 @@ def _pickle(error: BaseException) -> bytes:
     except Exception:
         return b""
     return pickled
+
+
+if __name__ == "__main__":
+    main()

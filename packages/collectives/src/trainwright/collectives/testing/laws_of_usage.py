@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainwright.collectives.errors import UsageError
-from trainwright.collectives.protocol import Communicator, ReduceOp
+from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send
 from trainwright.collectives.testing.cases import Case
 
 Mistake = Callable[[Communicator], object]
@@ -97,7 +97,39 @@ def _barrier_inside(comm: Communicator) -> None:
         comm.barrier()
 
 
+def ranks_may_be_in_different_modes(comm: Communicator, case: Case) -> None:
+    """One rank may evaluate in inference mode while another trains."""
+    with torch.inference_mode(comm.rank % 2 == case.root % 2):
+        large = torch.ones(70_000, device=comm.device)
+        small = torch.full((2,), 1.0 + comm.rank, device=comm.device)
+        comm.all_reduce(large).wait()
+        comm.broadcast(small, comm.size - 1).wait()
+        if comm.size > 1:
+            came = torch.zeros(2, device=comm.device)
+            after = Send(small, (comm.rank + 1) % comm.size)
+            comm.exchange([after, Recv(came, (comm.rank - 1) % comm.size)]).wait()
+            assert came.tolist() == [comm.size] * 2
+    assert set(large.tolist()) == {float(comm.size)}
+
+
+def written_tensors_are_not_fit_for_backward(comm: Communicator, case: Case) -> None:
+    """Autograd notices that a tensor it has saved was received into; the root's is as it was."""
+    saved = torch.ones(2, device=comm.device)
+    product = torch.ones(2, device=comm.device, requires_grad=True) * saved
+    root = case.root % comm.size
+
+    comm.broadcast(saved, root).wait()
+
+    if comm.rank == root:
+        torch.autograd.backward(product.sum())
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.backward(product.sum())
+
+
 LAWS_OF_USAGE = (
     mistakes_are_told_before_anything_moves,
     parameters_are_written_without_a_graph,
+    ranks_may_be_in_different_modes,
+    written_tensors_are_not_fit_for_backward,
 )

@@ -23,7 +23,7 @@ _GRACE_S = 5.0
 _POLL_S = 0.01
 # How long a process may take to print its stacks when asked to.
 _STACKS_S = 0.5
-_CHILD = "from trainwright.collectives.testing.child import main; main()"
+_CHILD = Path(__file__).with_name("child.py")
 
 
 class RemoteError(RuntimeError):
@@ -83,7 +83,7 @@ class _Child:
         }
         with open(folder / f"output-{rank}", "wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, str(folder), str(rank)],
+                [sys.executable, "-P", str(_CHILD), str(folder), str(rank)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
