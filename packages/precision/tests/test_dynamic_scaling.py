@@ -400,6 +400,17 @@ def test_a_loss_is_multiplied_by_the_scale_of_the_moment():
     assert scales == [64.0, 32.0, 32.0, 64.0, 5.0, 7.0]
 
 
+def test_the_scale_never_grows_to_infinity():
+    ours = Loop(DynamicLossScaler(2.0**127, growth_interval=1))
+    theirs = Loop(torch.amp.GradScaler("cpu", 2.0**127, growth_interval=1))
+
+    for loop in (ours, theirs):
+        loop.iterate([2.0**-120])
+
+    assert ours.scaler.get_scale() == theirs.scaler.get_scale() == 2.0**127
+    assert numbers(ours.scaler)["_growth_tracker"] == 0
+
+
 def test_several_losses_get_one_scale_and_keep_their_container():
     scaler = StaticLossScaler(4.0)
     losses = [torch.tensor(1.0), torch.tensor(2.0)]

@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import weakref
 
 import pytest
 import torch
@@ -168,6 +169,49 @@ def test_a_weight_swapped_in_the_model_is_taken_over_by_the_master(swap):
     after = optimizer.state_dict()["masters"]["w"]
     assert torch.allclose(after, master - 1e-4, rtol=0, atol=1e-6)
     assert torch.equal(after.to(BF16), weight)
+
+
+def test_a_step_starts_from_the_weight_that_was_put_into_the_model():
+    weight, optimizer = scalar(1.0)
+
+    with torch.no_grad():
+        weight.fill_(-5.0)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+
+    assert optimizer.state_dict()["masters"]["w"].item() == pytest.approx(-5.1)
+
+
+def test_loading_the_optimizer_alone_brings_the_models_weights_along():
+    model, optimizer = narrow_model()
+    train(model, optimizer, 2)
+    other, other_optimizer = narrow_model(seed=9)
+
+    other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    for name in ("0.weight", "3.bias"):
+        assert torch.equal(other.get_parameter(name), model.get_parameter(name))
+
+
+def test_loading_a_fresh_state_leaves_no_moments_behind():
+    model, optimizer = narrow_model()
+    fresh = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 1)
+
+    optimizer.load_state_dict(fresh)
+
+    assert len(optimizer.state) == 0
+
+
+def test_gradients_are_freed_with_the_models():
+    weight, optimizer = scalar(1.0)
+    weight.grad = torch.ones(1)
+    alive = weakref.ref(weight.grad)
+    optimizer.step()
+
+    optimizer.zero_grad()
+
+    assert alive() is None
 
 
 def test_weights_swapped_out_and_back_lose_no_digit():
