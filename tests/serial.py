@@ -17,7 +17,7 @@ from trainwright.integration.model import ModelShape, PlainLayers, build_stage, 
 from trainwright.sharding import placements_of
 
 LICENSE = Path(__file__).parents[1] / "LICENSE"
-GROUPED = ModelShape(width=64, layers=8, heads=8, kv_heads=4, mlp_width=128)
+GROUPED = ModelShape(width=32, layers=8, heads=8, kv_heads=4, mlp_width=64)
 UNGROUPED = attrs.evolve(GROUPED, kv_heads=8)
 """The same with as many key/value heads as query heads, so that tp=8 divides them."""
 
@@ -93,6 +93,19 @@ class SerialRun:
             first_moments={n: _moment(state[p], "exp_avg", p) for n, p in self.named.items()},
             second_moments={n: _moment(state[p], "exp_avg_sq", p) for n, p in self.named.items()},
         )
+
+    @torch.no_grad()
+    def load(self, state: Snapshot) -> None:
+        """Go on from another run's state, of any dtype."""
+        for name, parameter in self.named.items():
+            parameter.copy_(state.weights[name])
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(float(state.step)),
+                "exp_avg": state.first_moments[name].to(parameter.dtype),
+                "exp_avg_sq": state.second_moments[name].to(parameter.dtype),
+            }
+        self.step_index = state.step
+        self.reader.load_state_dict({"consumed": state.step * self.config.global_batch})
 
     def step(self) -> Outcome:
         """Make one step."""

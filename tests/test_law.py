@@ -16,7 +16,7 @@ from trainwright.integration.model import ModelShape
 
 STEPS = (0, 1, 5, 20, 50)
 STEP_TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-TRAJECTORY_TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+TRAJECTORY_TOLERANCE = 1e-10
 SPLITS = (2, 6)
 TRAJECTORY_FLOOR = {"float32": 1e-6, "float64": 1e-13}
 
@@ -93,24 +93,40 @@ def assert_same_step(
     config: RunConfig, outcome: Outcome, before: Snapshot, expected: Outcome
 ) -> None:
     tolerance = STEP_TOLERANCE[config.dtype]
+    own = own_error(_shape(config.layout), before.step)
     assert math.isclose(outcome.loss, expected.loss, rel_tol=tolerance)
     assert math.isclose(outcome.norm, expected.norm, rel_tol=tolerance)
     for name, gradient in expected.gradients.items():
         found = outcome.gradients[name]
-        assert_close(f"gradient of {name}", found, gradient, tolerance)
-        # The update that the serial optimizer makes of these very gradients.
+        bound = tolerance
+        if config.dtype == "float32":
+            # A gradient that is a small difference of large terms (queries and keys while the
+            # attention is still flat) is off by more than 1e-5 in the serial run itself.
+            bound = max(tolerance, 4 * own)
+        assert_close(f"gradient of {name}", found, gradient, bound)
+        # The update that AdamW makes of these very gradients. Adam divides a gradient by its own
+        # size: of an element whose gradient is float32 rounding noise it makes a whole step in a
+        # random direction, in any two summation orders, so only float64 compares with the serial
+        # weight directly.
         made = adamw(before, name, found, config)
         assert_close(f"update of {name}", outcome.weights[name], made, tolerance)
-        # Adam divides a gradient by its own size: of an element whose gradient is float32
-        # rounding noise it makes a full step in a random direction, in any two summation orders.
-        # Such elements are held by the line above alone; in float64 there are none.
-        noisy = (found - gradient).abs() > 1e-3 * gradient.abs()
         if config.dtype == "float64":
-            noisy = torch.zeros_like(noisy)
-        assert noisy.float().mean() < 0.01
-        weight = expected.weights[name]
-        updated = torch.where(noisy, weight, outcome.weights[name])
-        assert_close(f"updated {name}", updated, weight, tolerance)
+            assert_close(
+                f"updated {name}", outcome.weights[name], expected.weights[name], tolerance
+            )
+
+
+@functools.cache
+def own_error(shape: ModelShape, step: int) -> float:
+    """Return how far the float32 serial gradients of a step are from those in float64.
+
+    As a share of each tensor's largest magnitude, and of the tensor where it is greatest.
+    """
+    before, outcome = serial_steps("float32", shape)[step]
+    run = SerialRun(shape, settings(dtype="float64"))
+    run.load(before)
+    exact = run.step().gradients
+    return max(_share(outcome.gradients[name] - right, right) for name, right in exact.items())
 
 
 def adamw(before: Snapshot, name: str, gradient: torch.Tensor, config: RunConfig) -> torch.Tensor:
@@ -129,9 +145,13 @@ def adamw(before: Snapshot, name: str, gradient: torch.Tensor, config: RunConfig
 
 
 def assert_close(what: str, found: torch.Tensor, right: torch.Tensor, tolerance: float) -> None:
-    largest = float(right.abs().max())
-    apart = float((found - right).abs().max())
-    assert apart <= tolerance * largest, f"{what}: {apart / max(largest, 1e-300):.1e} apart"
+    apart = _share(found - right, right)
+    assert apart <= tolerance, f"{what}: {apart:.1e} apart, at most {tolerance:.1e}"
+
+
+def _share(error: torch.Tensor, whole: torch.Tensor) -> float:
+    largest = float(whole.abs().max())
+    return float(error.abs().max()) / max(largest, 1e-300)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -205,9 +225,8 @@ def assert_same_trajectory(config: RunConfig) -> None:
     """Check that loss and norm stay as close to the serial run as it stays to itself.
 
     The serial run is repeated with its batch in other parts: what that changes is what one
-    summation order is worth. Where that is more than a twentieth of the tolerance (the norm in
-    float32: Adam turns rounding noise of its first gradients into whole steps), twenty times that
-    is the bound.
+    summation order is worth. In float64 the difference is at most 1e-10 besides; in float32 Adam
+    makes whole steps of rounding noise, and the serial run itself is further than 1e-5 from itself.
     """
     shape = _shape(config.layout)
     serial = serial_losses(config.dtype, shape, 1)
@@ -221,8 +240,8 @@ def assert_same_trajectory(config: RunConfig) -> None:
         itself = max(_apart(other[index], serial[index]) for other in others)
         apart = _apart(found[index], serial[index])
         bound = max(20 * itself, TRAJECTORY_FLOOR[config.dtype])
-        if what == "loss" or config.dtype == "float64":
-            bound = min(bound, TRAJECTORY_TOLERANCE[config.dtype])
+        if config.dtype == "float64":
+            bound = min(bound, TRAJECTORY_TOLERANCE)
         print(f"{config.layout} {config.dtype} {what}: {apart:.1e}, serial itself {itself:.1e}")
         assert apart <= bound, (what, apart, itself)
 

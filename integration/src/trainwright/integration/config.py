@@ -81,7 +81,7 @@ class RunConfig:
     microbatches: int = attrs.field(default=2, validator=_positive)
     global_batch: int = attrs.field(default=16, validator=_positive)
     sequence_length: int = attrs.field(default=128, validator=_positive)
-    lr: float = attrs.field(default=1e-3, validator=_positive)
+    lr: float = attrs.field(default=2e-3, validator=_positive)
     warmup: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(_not_negative)
     )

@@ -128,7 +128,12 @@ def assemble(
     model = data_parallel(
         stage,
         mesh,
-        ShardPolicy(stage=config.zero, parameter_dtype=dtypes.parameter_dtype),
+        ShardPolicy(
+            stage=config.zero,
+            parameter_dtype=dtypes.parameter_dtype,
+            # Drawn by place they are equal already; a broadcast would hide it if they were not.
+            broadcast_weights=False,
+        ),
         placements,
     )
     return Parts(
