@@ -8,16 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import attrs
 import pytest
 
 from trainwright.checkpointing.state import StateStore
 
 DEADLINE_S = 240.0
 COMMAND = [sys.executable, "-m", "trainwright.integration", "train"]
+MARK = "TRAINWRIGHT_TEST_RUN"
 SMALL = ["--sequence-length", "32", "--global-batch", "8", "--evaluate-sequences", "16"]
 SMALL += ["--sample-bytes", "8", "--dtype", "float64"]
 
@@ -31,39 +34,48 @@ def book(tmp_path: Path) -> Path:
     return path
 
 
+@attrs.frozen(eq=False)
+class Running:
+    """A started tool and the mark that all its processes carry in their environment."""
+
+    process: subprocess.Popen[str]
+    mark: str
+
+    def members(self) -> dict[int, int | None]:
+        """Return the living processes of the run and the rank of each that has one."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                variables = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if f"{MARK}={self.mark}".encode() in variables and state != "Z":
+                ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
+                found[int(folder.name)] = ranks[0] if ranks else None
+        return found
+
+
 @contextmanager
-def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Start the tool in a session of its own; whatever is left of it in the end is killed."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def started(arguments: list[str]) -> Iterator[Running]:
+    """Start the tool; whatever is left of it in the end is killed."""
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
         [*COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1", MARK: mark},
         start_new_session=True,
     )
+    running = Running(process, mark)
     try:
-        yield process
+        yield running
     finally:
-        for pid in members(process.pid):
+        for pid in running.members():
             os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=30)
-
-
-def members(session: int) -> dict[int, int | None]:
-    """Return the living processes of a session and the rank of each that has one."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            ranks = [int(v[5:]) for v in variables if v.startswith(b"RANK=")]
-            found[int(folder.name)] = ranks[0] if ranks else None
-    return found
+        with process:
+            process.wait(timeout=30)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> None:
@@ -75,10 +87,10 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
 
 def finish(arguments: list[str]) -> tuple[str, str]:
     """Run the tool to its end; return what it printed. It must leave no process behind."""
-    with started(arguments) as process:
-        output, errors = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 0, errors
-        assert members(process.pid) == {}
+    with started(arguments) as running:
+        output, errors = running.process.communicate(timeout=DEADLINE_S)
+        assert running.process.returncode == 0, errors
+        assert running.members() == {}
     return output, errors
 
 
@@ -144,19 +156,29 @@ def test_a_run_that_is_resumed_in_another_layout_goes_on_as_if_never_stopped(
 def test_a_killed_worker_stops_all_within_seconds_and_is_named(tmp_path: Path, book: Path) -> None:
     run = tmp_path / "run"
     arguments = ["--layout", "dp=2,pp=2", "--steps", "100000", "--data", str(book), *SMALL]
-    with started([*arguments, "--out", str(run)]) as process:
+    with started([*arguments, "--out", str(run)]) as running:
         wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 1, 120)
-        victim = next(pid for pid, rank in members(process.pid).items() if rank == 2)
+        victim = next(pid for pid, rank in running.members().items() if rank == 2)
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
-        _, errors = process.communicate(timeout=60)
+        _, errors = running.process.communicate(timeout=60)
         seconds = time.monotonic() - killed
-        left = members(process.pid)
-    assert process.returncode == 1
+        left = running.members()
+    assert running.process.returncode == 1
     assert "rank 2 failed" in errors
     assert "SIGKILL" in errors
     assert seconds < 40
     assert left == {}
+
+
+def test_workers_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path, book: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ["--layout", "dp=2", "--steps", "100000", "--data", str(book), *SMALL]
+    with started([*arguments, "--out", str(run)]) as running:
+        wait_until(lambda: (run / "metrics.jsonl").exists(), 120)
+        assert len(running.members()) == 3
+        running.process.kill()
+        wait_until(lambda: running.members() == {}, 20)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
@@ -165,16 +187,12 @@ def test_a_signal_leaves_no_process_behind_and_keeps_the_last_checkpoint(
 ) -> None:
     run = tmp_path / "run"
     arguments = ["--layout", "dp=2", "--steps", "100000", "--save-every", "2", "--data", str(book)]
-    with started([*arguments, *SMALL, "--out", str(run)]) as process:
+    with started([*arguments, *SMALL, "--out", str(run)]) as running:
         wait_until(lambda: StateStore(run / "checkpoints").latest() is not None, 120)
-        if sign is signal.SIGINT:
-            # As a terminal does: every process of the group gets it.
-            os.killpg(process.pid, sign)
-        else:
-            process.send_signal(sign)
-        process.communicate(timeout=60)
-        left = members(process.pid)
-    assert process.returncode == 128 + sign
+        running.process.send_signal(sign)
+        running.process.communicate(timeout=60)
+        left = running.members()
+    assert running.process.returncode == 128 + sign
     assert left == {}
     store = StateStore(run / "checkpoints")
     store.verify(store.latest())

@@ -11,6 +11,9 @@ import signal
 import subprocess
 import sys
 
+GRACE_S = 15.0
+"""What a launcher gets to end its workers, before it is killed."""
+
 
 def main(seconds: float, command: list[str]) -> int:
     """Run ``command``; return its exit code, or 124 when it took longer than ``seconds``."""
@@ -34,7 +37,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         except ProcessLookupError:
             return
         try:
-            child.wait(5)
+            child.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             continue
 

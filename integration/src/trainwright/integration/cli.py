@@ -123,8 +123,10 @@ def train_command(options: argparse.Namespace) -> int:
             f"this run has {place.world_size}"
         )
     if options.prepared:
-        # Ctrl-C reaches the whole terminal group; the launcher alone answers it.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C reaches the launcher alone, which passes it on: a worker ends at once, also
+        # where it waits inside a collective. It ends with its launcher in any case.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        launch.end_with_parent()
     _work_in_place(place, config, out, resume, options)
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -120,6 +121,17 @@ def start_workers(size: int, module: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 128 + int(signal.SIGINT)
     return 0
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process when the one that started it dies; Linux only."""
+    if not sys.platform.startswith("linux"):
+        return
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    if os.getppid() == 1:
+        # It died before the request was made.
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def describe_failure(error: ChildFailedError) -> str:
