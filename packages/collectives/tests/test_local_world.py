@@ -151,6 +151,8 @@ def test_a_deadlock_is_noticed_at_once_with_who_is_missing_and_all_stacks() -> N
             comm.all_reduce(torch.ones(3)).wait()
         elif comm.rank == 1:
             comm.recv(torch.ones(1), 3).wait()
+        else:
+            time.sleep(0.1)
 
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError) as caught:
@@ -189,6 +191,27 @@ def test_a_timeout_counts_where_someone_else_could_still_come() -> None:
     assert "release.wait()" in str(caught.value)
 
 
+def test_a_thread_of_the_caller_may_still_break_what_looks_like_a_deadlock() -> None:
+    def send_from_another_thread(comm: Communicator) -> float:
+        tensor = torch.zeros(1)
+        if comm.rank == 0:
+
+            def send_late() -> None:
+                time.sleep(0.1)
+                comm.send(torch.ones(1), 1).wait()
+
+            thread = threading.Thread(target=send_late)
+            thread.start()
+            comm.recv(tensor, 1).wait()
+            thread.join()
+        else:
+            comm.recv(tensor, 0).wait()
+            comm.send(tensor + 1, 0).wait()
+        return tensor.item()
+
+    assert LocalWorld(2).run(send_from_another_thread) == [2.0, 1.0]
+
+
 def test_a_rank_may_go_on_after_a_timeout() -> None:
     def try_twice(comm: Communicator) -> float:
         tensor = torch.full((1,), float(comm.rank))
@@ -222,9 +245,11 @@ def test_different_calls_raise_on_every_rank_naming_who_called_what(odd, says: s
     errors: list[str] = []
 
     def differ(comm: Communicator) -> None:
+        mine = torch.ones(2)
         with pytest.raises(UsageError) as caught:
-            finish(odd(comm) if comm.rank == 1 else comm.all_reduce(torch.ones(2)))
+            finish(odd(comm) if comm.rank == 1 else comm.all_reduce(mine))
         errors.append(str(caught.value))
+        assert mine.tolist() == [1.0, 1.0]
         tensor = torch.ones(1)
         comm.all_reduce(tensor).wait()
         assert tensor.item() == 3
@@ -236,6 +261,14 @@ def test_different_calls_raise_on_every_rank_naming_who_called_what(odd, says: s
         assert "rank 1 called" in text
         assert "called all_reduce(float32[2], SUM)" in text
     assert any(says.replace("\\", "") in text for text in errors)
+
+
+def test_different_roots_are_a_mistake() -> None:
+    def differ(comm: Communicator) -> None:
+        with pytest.raises(UsageError, match="root=1"):
+            comm.broadcast(torch.ones(2), comm.rank).wait()
+
+    LocalWorld(2).run(differ)
 
 
 def test_messages_that_do_not_fit_raise_on_both_sides() -> None:
@@ -309,6 +342,8 @@ def test_backward_runs_in_the_thread_of_the_rank() -> None:
         weight = torch.ones(2, requires_grad=True)
         weight.register_hook(lambda grad: names.append(threading.current_thread().name))
         (weight * 2).sum().backward()
+        # On CPU that is so anyway; on CUDA this setting makes it so.
+        assert not torch._C._is_multithreading_enabled()
         return names == [f"rank {comm.rank}"]
 
     assert all(LocalWorld(4).run(differentiate))

@@ -1,6 +1,6 @@
 """Communicators, collective algorithms and what ranks must agree on, for PyTorch."""
 
-from trainwright.collectives import differentiable, random
+from trainwright.collectives import algorithms, differentiable, random
 from trainwright.collectives.box import Box
 from trainwright.collectives.errors import (
     CollectiveError,
@@ -29,6 +29,7 @@ __all__ = [
     "TorchCommunicator",
     "UsageError",
     "Work",
+    "algorithms",
     "differentiable",
     "random",
 ]

@@ -58,6 +58,8 @@ _MISTAKES: dict[str, Mistake] = {
     "is on meta": lambda comm: comm.broadcast(torch.zeros(2, device="meta"), 0),
     "sparse": lambda comm: comm.broadcast(_zeros(comm, 2, 2).to_sparse(), 0),
     "elements share memory": lambda comm: comm.all_reduce(_zeros(comm, 1).expand(3)),
+    r"strides \[1, 1\]": lambda comm: comm.all_reduce(_zeros(comm, 4).as_strided((3, 2), (1, 1))),
+    "only this rank's own slice": lambda comm: _gather_into_another_slice(comm),
     "root=-1 is not a rank": lambda comm: comm.broadcast(_zeros(comm, 2), -1),
     "root=99 is not a rank": lambda comm: comm.reduce(_zeros(comm, 2), 99),
     "so the whole must be": lambda comm: comm.all_gather(
@@ -90,6 +92,11 @@ _MISTAKES: dict[str, Mistake] = {
 def _all_to_all_in_place(comm: Communicator) -> object:
     tensor = _zeros(comm, comm.size)
     return comm.all_to_all(tensor, tensor)
+
+
+def _gather_into_another_slice(comm: Communicator) -> object:
+    memory = _zeros(comm, 2 * comm.size + 1)
+    return comm.all_gather(memory[:-1], memory[1:3])
 
 
 def _barrier_inside(comm: Communicator) -> None:
