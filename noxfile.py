@@ -90,10 +90,10 @@ def train(session: nox.Session) -> None:
     """Train the tiny model with data 2 x tensor 2 x pipeline 2; 20 steps where not named by -s."""
     with Timer(session):
         prepare(session, *PROJECTS)
-        arguments = session.posargs or (() if NAMED else ("--out", session.create_tmp()))
-        smoke = ["--steps", "20", "--evaluate-sequences", "32", "--sample-bytes", "40"]
-        command = ["trainwright", "train", "--layout", "dp=2,tp=2,pp=2", *arguments]
-        session.run(*command, *([] if NAMED else smoke), env=threads())
+        full = ["--global-batch", "32", "--steps", "170", "--lr", "5e-3", "--warmup", "20"]
+        smoke = ["--steps", "20", "--evaluate-sequences", "32", "--out", session.create_tmp()]
+        command = ["trainwright", "train", "--layout", "dp=2,tp=2,pp=2"]
+        session.run(*command, *(full if NAMED else smoke), *session.posargs, env=threads())
 
 
 @nox.session(default=False)
