@@ -64,7 +64,9 @@ def _combine_chunk(
     for part in parts[1:]:
         accumulate(total, part, op)
     if op is ReduceOp.AVG:
-        total.div_(len(parts))
+        # Complex division by a number rounds more than once.
+        quotient = torch.view_as_real(total) if total.is_complex() else total
+        quotient.div_(len(parts))
     for output in outputs:
         output.copy_(total)
 
