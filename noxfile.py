@@ -90,10 +90,12 @@ def train(session: nox.Session) -> None:
     """Train the tiny model with data 2 x tensor 2 x pipeline 2; 20 steps where not named by -s."""
     with Timer(session):
         prepare(session, *PROJECTS)
-        full = ["--global-batch", "32", "--steps", "170", "--lr", "5e-3", "--warmup", "20"]
         smoke = ["--steps", "20", "--evaluate-sequences", "32", "--out", session.create_tmp()]
-        command = ["trainwright", "train", "--layout", "dp=2,tp=2,pp=2"]
-        session.run(*command, *(full if NAMED else smoke), *session.posargs, env=threads())
+        full = ["--global-batch", "32", "--steps", "170", "--lr", "5e-3", "--warmup", "20"]
+        chosen = ["--layout", "dp=2,tp=2,pp=2", *(full if NAMED else smoke)]
+        if "--resume" in session.posargs:
+            chosen = []
+        session.run("trainwright", "train", *chosen, *session.posargs, env=threads())
 
 
 @nox.session(default=False)
