@@ -34,6 +34,7 @@ class Call:
     ``input`` is what this rank contributes and ``output`` what it receives (None: nothing); for
     in-place operations they are the same tensor. ``dtype`` and ``shape`` describe the part that is
     alike on every rank. ``reduce_dtype`` is resolved: never None where an ``op`` is given.
+    ``number`` counts the collectives of the group, where the transport does.
     """
 
     kind: Kind
@@ -49,6 +50,7 @@ class Call:
     timeout_s: float | None = None
     color_and_key: tuple[int | None, int] | None = None
     event: torch.cuda.Event | None = None
+    number: int | None = None
 
     def agrees_with(self, other: Call) -> bool:
         """Whether both are parts of the same collective."""
@@ -72,7 +74,8 @@ class Call:
             parts.append(f"reduce_dtype={describe_dtype(self.reduce_dtype)}")
         if self.root is not None:
             parts.append(f"root={self.root}")
-        return f"{self.kind.value}({', '.join(parts)})"
+        called = f"{self.kind.value}({', '.join(parts)})"
+        return called if self.number is None else f"collective {self.number}, {called},"
 
 
 class Backend(Protocol):

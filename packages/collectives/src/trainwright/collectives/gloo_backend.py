@@ -20,6 +20,9 @@ from trainwright.collectives.scratch import Scratch
 from trainwright.collectives.single import compute_alone
 from trainwright.collectives.works import DONE
 
+# Peer, tensor, tag.
+_Posting = tuple[int, torch.Tensor, int]
+
 # Works nobody waited for are kept while their messages are under way, up to this many.
 _MAX_DROPPED = 1024
 
@@ -59,6 +62,7 @@ class GlooBackend:
         self.scratch = Scratch()
         self._store = store
         self._tags = Tags()
+        self._num_started = 0
         self._num_splits = 0
         self._works: weakref.WeakSet[GlooWork] = weakref.WeakSet()
         self._background = Background(f"{name}, rank {rank}")
@@ -73,37 +77,35 @@ class GlooBackend:
             self.board.check()
             compute_alone(call)
             return DONE
+        call.number = self._num_started
+        self._num_started += 1
         with torch.no_grad():
             plan = direct.plan(call, self.rank, self.size, self.scratch)
         first, second = self._tags.of_collective(call)
         work = GlooWork(self, call, call.timeout_s)
-        tickets = self._post(plan.receives, plan.sends, first, call)
+        tickets = self._post_parts(plan.receives, plan.sends, first, call)
         work.start(tickets, plan.finish, plan.scratch, (plan, call))
         if plan.between is not None:
             between = plan.between
-            work.start_late(self._post(plan.late_receives, (), second, call))
+            work.start_late(self._post_parts(plan.late_receives, (), second, call))
             self._background.run(
-                lambda: work.send_late(lambda: self._post((), between(), second, call))
+                lambda: work.send_late(lambda: self._post_parts((), between(), second, call))
             )
         self._works.add(work)
         return work
 
     def exchange(self, messages: Sequence[Send | Recv], timeout_s: float | None) -> Work:
         """Post the receives, then the sends."""
-        tickets: list[Ticket] = []
-        for wants_recv in (True, False):
-            for message in messages:
-                if isinstance(message, Recv) is not wants_recv:
-                    continue
-                if not 0 <= message.tag <= MAX_TAG:
-                    raise UsageError(f"tag={message.tag} must be between 0 and {MAX_TAG} on Gloo")
-                part = [(message.peer, message.tensor)]
-                tag = self._tags.of_message(message)
-                if wants_recv:
-                    tickets += self._post(part, (), tag, message)
-                else:
-                    tickets += self._post((), part, tag, message)
-        work = GlooWork(self, _Messages(messages), timeout_s)
+        receives: list[_Posting] = []
+        sends: list[_Posting] = []
+        for message in messages:
+            if not 0 <= message.tag <= MAX_TAG:
+                raise UsageError(f"tag={message.tag} must be between 0 and {MAX_TAG} on Gloo")
+            postings = receives if isinstance(message, Recv) else sends
+            postings.append((message.peer, message.tensor, self._tags.of_message(message)))
+        what = _Messages(messages)
+        tickets = self._post(receives, sends, what)
+        work = GlooWork(self, what, timeout_s)
         work.start(tickets, None, None, messages)
         self._works.add(work)
         return work
@@ -166,12 +168,22 @@ class GlooBackend:
         except TimeoutError as error:
             raise CollectiveTimeoutError(f"{self.name!r}: {error}") from error
 
-    def _post(
+    def _post_parts(
         self,
         receives: Sequence[direct.Part],
         sends: Sequence[direct.Part],
         tag: int,
-        what: object,
+        call: Call,
+    ) -> list[Ticket]:
+        of_part = self._tags.of_part
+        return self._post(
+            [(peer, part, of_part(tag, part.numel())) for peer, part in receives],
+            [(peer, part, of_part(tag, part.numel())) for peer, part in sends],
+            call,
+        )
+
+    def _post(
+        self, receives: Sequence[_Posting], sends: Sequence[_Posting], what: object
     ) -> list[Ticket]:
         self.board.check()
         if len(self.dropped) > _MAX_DROPPED:
@@ -180,10 +192,10 @@ class GlooBackend:
         peer = -1
         tickets: list[Ticket] = []
         try:
-            for peer, tensor in receives:
+            for peer, tensor, tag in receives:
                 if tensor.numel():
                     tickets.append((peer, True, group.recv([tensor], peer, tag)))
-            for peer, tensor in sends:
+            for peer, tensor, tag in sends:
                 if tensor.numel():
                     tickets.append((peer, False, group.send([tensor], peer, tag)))
         except RuntimeError as error:

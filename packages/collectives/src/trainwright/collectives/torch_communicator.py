@@ -29,7 +29,8 @@ class TorchCommunicator(CheckedCommunicator):
 
     On CPU with Gloo it makes connections of its own, so that its messages cannot meet those of
     other users of the group; sums are in rank order, in float32 at least, and the same bits on
-    every rank. Elsewhere it calls the operations of the group's own backend.
+    every rank. Ranks that call different operations wait for each other until the timeout. With
+    other backends it calls the operations of the group itself.
 
     Args:
         group: a process group, a one-dimensional device mesh, or None for the default group.
