@@ -154,7 +154,8 @@ class Block(nn.Module):
     ) -> torch.Tensor:
         """Return the residual stream [B, S, D] after this block."""
         hidden_BSD = hidden_BSD + self.self_attn(self.input_layernorm(hidden_BSD), cos_SE, sin_SE)
-        return hidden_BSD + self.mlp(self.post_attention_layernorm(hidden_BSD))
+        output: torch.Tensor = hidden_BSD + self.mlp(self.post_attention_layernorm(hidden_BSD))
+        return output
 
 
 def rotary_angles(
