@@ -168,6 +168,10 @@ def native_operations_obey_too(comm: TorchCommunicator) -> None:
                 continue
             for case in some_cases()[:: 9 if law.__name__ in LAWS_ABOUT_SHAPES else 40]:
                 law(native, case)
+        given = torch.arange(8.0) * (native.rank + 1)
+        output = torch.empty(2)
+        native.reduce_scatter(output, given).wait()
+        assert output.tolist() == [20.0 * native.rank, 20.0 * native.rank + 10.0]
         half = native.split(comm.rank % 2, key=-native.rank)
         assert half is not None
         members = [rank for rank in reversed(ranks) if rank % 2 == comm.rank % 2]

@@ -1,0 +1,120 @@
+"""Parts of the communicator over torch.distributed, without processes."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainwright.collectives import PeerFailedError, TorchCommunicator, UsageError
+from trainwright.collectives.background import Background
+from trainwright.collectives.failures import Failure, FailureBoard
+from trainwright.collectives.gloo_tags import Tags
+from trainwright.collectives.protocol import Send
+from trainwright.collectives.scratch import Scratch
+
+
+class Connections:
+    is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def test_the_first_failure_is_the_one_that_all_ranks_tell() -> None:
+    store = dist.HashStore()
+    boards = [FailureBoard(store, rank) for rank in range(3)]
+    connections = Connections()
+    boards[1].watch(connections)
+
+    first = boards[0].publish(Failure(0, "out of memory"))
+    second = boards[1].publish(Failure(1, "lost rank 0"))
+
+    assert first == second == boards[2].read() == Failure(0, "out of memory")
+    assert not connections.is_open
+    with pytest.raises(PeerFailedError, match="rank 0 failed: out of memory"):
+        boards[1].check()
+    boards[2].check()
+
+
+def test_errors_of_a_transport_are_explained_by_what_is_known() -> None:
+    store = dist.HashStore()
+    board = FailureBoard(store, 4)
+
+    told = board.explain(RuntimeError("Timed out waiting 5ms"), "barrier()", "world", [1, 3])
+
+    assert isinstance(told, TimeoutError)
+    assert "rank 4 gave up on barrier() in 'world'; missing: rank 1, rank 3." in str(told)
+    later = FailureBoard(store, 5).explain(RuntimeError("closed"), "recv()", "world", [], peer=4)
+    assert str(later) == str(told)
+    assert later.__notes__ == ["rank 5 was in recv() of 'world'"]
+
+
+def test_a_lost_connection_is_blamed_on_its_other_end() -> None:
+    board = FailureBoard(dist.HashStore(), 4)
+
+    told = board.explain(RuntimeError("reset\nlong story"), "barrier()", "world", [], peer=2)
+
+    assert isinstance(told, PeerFailedError)
+    assert (told.rank, told.cause) == (2, "the connection was lost during barrier(): reset")
+
+
+def test_scratch_is_used_again_but_never_twice_at_once() -> None:
+    scratch = Scratch()
+    like = torch.empty(0)
+    first = scratch.take((2, 20_000), like)
+    second = scratch.take((2, 20_000), like)
+    address = first.data_ptr()
+
+    scratch.give_back(first)
+    third = scratch.take((4, 10_000), like)
+    fourth = scratch.take((2, 20_000), like)
+
+    assert third.data_ptr() == address
+    assert third.shape == (4, 10_000)
+    assert len({second.data_ptr(), third.data_ptr(), fourth.data_ptr()}) == 3
+
+
+def test_scratch_keeps_neither_the_small_nor_more_than_its_limit() -> None:
+    scratch = Scratch()
+    small = torch.empty(10)
+    scratch.give_back(small)
+    assert scratch.take((10,), small).data_ptr() != small.data_ptr()
+    huge = torch.empty(65 << 20, dtype=torch.uint8)
+    scratch.give_back(huge)
+    assert scratch.take(huge.shape, huge).data_ptr() != huge.data_ptr()
+
+
+def test_messages_that_do_not_fit_have_different_tags() -> None:
+    tags = Tags()
+    messages = [
+        Send(torch.ones(2, 3), 0, 5),
+        Send(torch.ones(3, 2), 0, 5),
+        Send(torch.ones(2, 3).int(), 0, 5),
+        Send(torch.ones(2, 3), 0, 6),
+    ]
+
+    found = [tags.of_message(message) for message in messages]
+
+    assert len(set(found)) == 4
+    assert all(0 <= tag < 1 << 30 for tag in found)
+    assert tags.of_message(messages[0]) == Tags().of_message(messages[0])
+
+
+def test_background_steps_run_in_order_until_it_is_stopped() -> None:
+    done: list[int] = []
+    background = Background("test")
+    for number in range(50):
+        background.run(lambda number=number: done.append(number))
+    all_done = threading.Event()
+    background.run(all_done.set)
+
+    assert all_done.wait(10.0)
+    assert done == list(range(50))
+    background.stop()
+    background.stop()
+
+
+def test_a_process_group_is_needed() -> None:
+    with pytest.raises(UsageError, match="init_process_group first, or use SingleCommunicator"):
+        TorchCommunicator()
