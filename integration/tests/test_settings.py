@@ -46,6 +46,11 @@ def test_a_layout_that_does_not_fit_names_the_sizes_that_do(layout: str, words: 
         ("schedule", "1f1B", "did you mean 1f1b"),
         ("zero", 2, "0, 1"),
         ("seed", -1, "negative"),
+        ("seed", 10**23, "below 2**63"),
+        ("lr", float("nan"), "finite"),
+        ("lr", float("inf"), "finite"),
+        ("clip", float("nan"), "finite"),
+        ("weight_decay", float("nan"), "negative"),
     ],
 )
 def test_a_setting_out_of_range_names_option_value_and_rule(
@@ -55,7 +60,7 @@ def test_a_setting_out_of_range_names_option_value_and_rule(
         RunConfig(**{name: value})
     assert word in str(caught.value)
     assert str(value) in str(caught.value)
-    assert "--" + name in str(caught.value)
+    assert "--" + name.replace("_", "-") in str(caught.value)
 
 
 def test_an_unknown_setting_is_refused_with_the_nearest_name() -> None:
@@ -83,7 +88,10 @@ def test_settings_survive_a_file(tmp_path: Path) -> None:
     assert RunConfig.load(tmp_path / "config.json") == config
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{", '{"stepz": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[1]", "{", '{"stepz": 1}', '{"steps": "x"}', '{"steps": 1.5}', '{"layout": 5}'],
+)
 def test_a_damaged_settings_file_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(content)
@@ -135,6 +143,18 @@ def test_a_used_run_folder_is_refused_and_resume_offered(
 def test_out_and_resume_of_two_folders_contradict(tmp_path: Path) -> None:
     options = parser().parse_args(["train", "--resume", str(tmp_path), "--out", "elsewhere"])
     with pytest.raises(ConfigError, match="contradicts"):
+        settle(options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--seed", "7"), ("--sequence-length", "64"), ("--data", "other")]
+)
+def test_a_resumed_run_keeps_what_its_position_in_the_data_means(
+    tmp_path: Path, option: str, value: str
+) -> None:
+    RunConfig().save(tmp_path / "config.json")
+    options = parser().parse_args(["train", "--resume", str(tmp_path), option, value])
+    with pytest.raises(ConfigError, match="position in the data"):
         settle(options)
 
 

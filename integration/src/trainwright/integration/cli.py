@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -15,14 +16,16 @@ import attrs
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from trainwright.collectives import Communicator, PeerFailedError
+from trainwright.checkpointing import CheckpointingError
+from trainwright.collectives import CollectiveError, Communicator
 from trainwright.integration import launch, worker
 from trainwright.integration.config import DTYPES, SCHEDULES, ZERO_STAGES, RunConfig, check_fits
 from trainwright.integration.data import Reader
 from trainwright.integration.data.reader import evenly_spaced
 from trainwright.integration.errors import ConfigError, TrainwrightError
 from trainwright.integration.model import PRESETS
-from trainwright.integration.run_folder import RunFolder
+from trainwright.integration.run_folder import CONFIG, RunFolder
+from trainwright.stability_guards import HaltError
 
 MODULE = "trainwright.integration"
 MAX_PATH = 4096
@@ -30,22 +33,30 @@ MAX_PATH = 4096
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see trainwright {self.prog.split()[-1]} --help")
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit code: 0, 1 for a failed run, 2 for wrong input."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        # Generated text may hold characters that the terminal has not.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         options = parser().parse_args(given)
         return train_command(options)
     except TrainwrightError as error:
         sys.stderr.write(f"trainwright: {error}\n")
         return 2
-    except PeerFailedError as error:
-        # The rank that failed tells the story; this one only says why it stops.
+    except (CheckpointingError, CollectiveError, HaltError) as error:
+        # What the libraries say of a run that cannot go on is meant for people; of a rank that
+        # stops because another failed, the other one tells the story.
         sys.stderr.write(f"trainwright: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("trainwright: interrupted\n")
+        return 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -145,8 +156,14 @@ def settle(options: argparse.Namespace) -> tuple[RunConfig, str, bool]:
         return RunConfig(**given), out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}", False
     if out is not None and Path(out).resolve() != Path(resume).resolve():
         raise ConfigError(f"--out {out} contradicts --resume {resume}; a resumed run stays there")
-    config = attrs.evolve(RunFolder(Path(resume)).config(), **given)
-    return config, resume, True
+    stored = RunFolder(Path(resume)).config()
+    for name in ("seed", "sequence_length", "data"):
+        if name in given and given[name] != getattr(stored, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {given[name]} differs from the run's "
+                f"{getattr(stored, name)}; the position in the data would mean another place"
+            )
+    return attrs.evolve(stored, **given), resume, True
 
 
 def worker_arguments(config: RunConfig, out: str, resume: bool, as_json: bool) -> list[str]:
@@ -170,7 +187,9 @@ def prepare(config: RunConfig, out: str, resume: bool) -> None:
     corpus = worker.load_corpus(config)
     Reader(corpus.train, config.sequence_length, config.global_batch)
     evenly_spaced(corpus.held_out, config.sequence_length, 1)
-    if not resume:
+    if resume:
+        config.save(Path(out) / CONFIG)
+    else:
         RunFolder(Path(out)).create(config)
     skipped = f", {len(corpus.skipped)} binary files left out" if corpus.skipped else ""
     sys.stderr.write(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ ZERO_STAGES = (0, 1)
 
 
 def _positive(_: Any, field: attrs.Attribute[Any], value: float) -> None:
-    if value <= 0:
-        raise ConfigError(f"{_option(field.name)} must be positive, got {value}")
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{_option(field.name)} must be positive and finite, got {value}")
 
 
 def _not_negative(_: Any, field: attrs.Attribute[Any], value: float) -> None:
-    if value < 0:
-        raise ConfigError(f"{_option(field.name)} must not be negative, got {value}")
+    if not 0 <= value < 2**63:
+        raise ConfigError(
+            f"{_option(field.name)} must not be negative, and below 2**63; got {value}"
+        )
 
 
 def _one_of(allowed: tuple[Any, ...]) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
@@ -131,6 +134,8 @@ class RunConfig:
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"unknown setting {key!r}{hint}")
+        for field in attrs.fields(cls):
+            _check_kind(field.name, values.get(field.name, field.default), field.default)
         return cls(**values)
 
     @classmethod
@@ -147,6 +152,16 @@ class RunConfig:
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
         return cls.from_mapping(values)
+
+
+def _check_kind(name: str, value: object, default: object) -> None:
+    # The kinds are those of the defaults: text, whole numbers, numbers, or None.
+    kinds: tuple[type, ...] = {int: (int,), float: (int, float)}.get(type(default), (str,))
+    if default is None:
+        kinds = (int, type(None)) if name == "warmup" else (str, type(None))
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
 
 def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:

@@ -116,7 +116,7 @@ def start_workers(size: int, module: str, arguments: Sequence[str]) -> int:
         sys.stderr.write(describe_failure(error) + "\n")
         return 1
     except SignalException as stopped:
-        sys.stderr.write(f"stopped by {stopped.sigval.name}; the last checkpoint is kept\n")
+        sys.stderr.write(f"stopped by {stopped.sigval.name}; saved checkpoints are kept\n")
         return 128 + int(stopped.sigval)
     except KeyboardInterrupt:
         return 128 + int(signal.SIGINT)
@@ -159,10 +159,12 @@ def _place(environment: Mapping[str, str], *names: str) -> Place:
     missing = [name for name in names[:2] if name not in environment]
     if missing:
         raise ConfigError(f"the environment lacks {', '.join(missing)}; start with torchrun")
-    rank, world_size = (int(environment[name]) for name in names[:2])
-    return Place(
-        rank=rank,
-        world_size=world_size,
-        local_rank=int(environment.get(names[2], rank)),
-        local_world_size=int(environment.get(names[3], world_size)),
-    )
+    try:
+        rank, world_size = (int(environment[name]) for name in names[:2])
+        local_rank = int(environment.get(names[2], rank))
+        local_world_size = int(environment.get(names[3], world_size))
+    except ValueError as error:
+        raise ConfigError(
+            f"the environment's {', '.join(names)} must be numbers: {error}"
+        ) from error
+    return Place(rank, world_size, local_rank, local_world_size)

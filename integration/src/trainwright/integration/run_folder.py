@@ -42,7 +42,10 @@ class RunFolder:
     @property
     def holds_run(self) -> bool:
         """Whether a run has begun here."""
-        return (self.path / CONFIG).exists() or self.metrics.exists() or self.checkpoints.exists()
+        try:
+            return any(p.exists() for p in (self.path / CONFIG, self.metrics, self.checkpoints))
+        except OSError as error:
+            raise RunFolderError(f"cannot look into {self.path}: {error}") from error
 
     def create(self, config: RunConfig) -> None:
         """Begin a new run here.
@@ -77,13 +80,15 @@ class RunFolder:
             return
         kept: list[str] = []
         superseded: list[str] = []
-        for line in self.metrics.read_text().splitlines():
+        text = self.metrics.read_text(errors="replace")
+        for line in text.splitlines():
             (kept if _step_of(line) <= step else superseded).append(line + "\n")
         if superseded:
             with (self.path / SUPERSEDED).open("a") as file:
                 file.writelines(superseded)
                 file.flush()
                 os.fsync(file.fileno())
+        if superseded or not text.endswith("\n"):
             aside = self.metrics.with_suffix(".tmp")
             aside.write_text("".join(kept))
             aside.replace(self.metrics)
@@ -92,7 +97,8 @@ class RunFolder:
         """Return the steps and losses recorded so far."""
         if not self.metrics.exists():
             return [], []
-        rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        lines = self.metrics.read_text(errors="replace").splitlines()
+        rows = [json.loads(line) for line in lines if _step_of(line) < float("inf")]
         losses = [float("nan") if row["loss"] is None else row["loss"] for row in rows]
         return [row["step"] for row in rows], losses
 

@@ -22,12 +22,20 @@ def save_state(store: StateStore, parts: Parts, progress: Progress) -> None:
 def restore_state(store: StateStore, parts: Parts) -> Progress:
     """Load the newest checkpoint into ``parts``, whatever layout it was written by.
 
+    A run that was stopped before its first checkpoint starts again.
+
     Raises:
-        RunFolderError: there is no complete checkpoint.
-        CheckpointError: the checkpoint is damaged or does not fit the model.
+        CheckpointingError: the checkpoint is damaged or does not fit the model.
+        RunFolderError: the folder of the checkpoints cannot be read.
     """
-    if store.latest() is None:
-        raise RunFolderError(f"{store.root} holds no complete checkpoint to resume from")
+    try:
+        nothing_saved = store.latest() is None and all(
+            left.endswith("interrupted, or under way") for left in store.leftovers()
+        )
+    except OSError as error:
+        raise RunFolderError(f"cannot read {store.root}: {error}") from error
+    if nothing_saved:
+        return parts.start()
     tree = store.load(state_tree(parts, parts.start()))
     run = tree["run"]
     for piece in parts.model.pieces.values():

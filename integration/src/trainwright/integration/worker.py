@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from trainwright.collectives import Communicator
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Corpus, default_source, fit_ngrams, read_corpus
 from trainwright.integration.data.reader import evenly_spaced
+from trainwright.integration.errors import ConfigError, DataError
 from trainwright.integration.evaluation import evaluate
 from trainwright.integration.generation import generate
 from trainwright.integration.observers import MetricsFile, display
@@ -24,6 +26,7 @@ from trainwright.integration.plot import plot_loss
 from trainwright.integration.recipe import Observer, StepRecord, train
 from trainwright.integration.run_folder import RunFolder
 from trainwright.integration.training_state import restore_state, save_state
+from trainwright.stability_guards import HaltError, Verdict
 
 PROMPT = b"\ndef "
 
@@ -63,6 +66,10 @@ def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summa
     parts = assemble(config, world, corpus)
     store = StateStore(folder.checkpoints, world, coordinates=parts.mesh.coordinates)
     progress = restore_state(store, parts) if resume else parts.start()
+    if progress.step > config.steps:
+        raise ConfigError(
+            f"--steps {config.steps}: the run in {out} has made {progress.step} steps already"
+        )
     first = world.rank == 0
     observers: list[Observer] = []
     last: list[StepRecord] = []
@@ -80,6 +87,9 @@ def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summa
     finally:
         if metrics is not None:
             metrics.close()
+    reason = parts.guard.reason(progress.guard_state)
+    if reason:
+        raise HaltError(f"{reason}; the run ended on skipped steps, which are not saved")
     if store.latest() != progress.step:
         save_state(store, parts, progress)
     return _finish(parts, progress, folder, corpus, last)
@@ -87,15 +97,22 @@ def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summa
 
 def load_corpus(config: RunConfig) -> Corpus:
     """Read the data that the settings name."""
-    if config.data is None:
-        return read_corpus(default_source(), pattern="*.py")
-    return read_corpus(Path(config.data))
+    try:
+        if config.data is None:
+            return read_corpus(default_source(), pattern="*.py")
+        return read_corpus(Path(config.data))
+    except OSError as error:
+        raise DataError(f"cannot read the data: {error}") from error
 
 
 def report(summary: Summary, as_json: bool) -> None:
     """Print the summary for a person, or as one JSON object."""
     if as_json:
-        sys.stdout.write(json.dumps(attrs.asdict(summary)) + "\n")
+        values = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in attrs.asdict(summary).items()
+        }
+        sys.stdout.write(json.dumps(values, allow_nan=False) + "\n")
         return
     below = "below" if summary.held_out_loss < summary.bigram_loss else "NOT below"
     sys.stdout.write(
@@ -108,7 +125,8 @@ def report(summary: Summary, as_json: bool) -> None:
 
 def _saver(store: StateStore, parts: Parts, progress: Progress) -> Observer:
     def save(record: StepRecord) -> None:
-        if record.step % parts.config.save_every == 0:
+        # A state whose step was skipped may be the broken one: the checkpoint before it stays.
+        if record.step % parts.config.save_every == 0 and record.verdict is Verdict.CONTINUE:
             save_state(store, parts, progress)
 
     return save
