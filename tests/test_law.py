@@ -154,13 +154,17 @@ def _share(error: torch.Tensor, whole: torch.Tensor) -> float:
     return float(error.abs().max()) / max(largest, 1e-300)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize(("layout", "variant"), SAMPLE, ids=[_name(layout) for layout, _ in SAMPLE])
+# In float32 every second layout: its bound is the weaker one, and `nox -s matrix` has them all.
+SAMPLED = [(*case, "float64") for case in SAMPLE] + [(*case, "float32") for case in SAMPLE[::2]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "variant", "dtype"), SAMPLED, ids=[f"{_name(s[0])}-{s[2]}" for s in SAMPLED]
+)
 def test_one_step_in_a_layout_is_the_serial_step(
     layout: str, variant: dict[str, object], dtype: str
 ) -> None:
-    config = settings(layout=layout, dtype=dtype, **variant)
-    assert_same_steps(config)
+    assert_same_steps(settings(layout=layout, dtype=dtype, **variant))
 
 
 @pytest.mark.long
