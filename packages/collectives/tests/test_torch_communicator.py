@@ -149,6 +149,20 @@ def sums_have_the_bits_of_threads(comm: TorchCommunicator) -> None:
         assert torch.equal(add(comm), LocalWorld(comm.size).run(add)[0])
 
 
+def groups_do_not_wait_for_each_other(comm: TorchCommunicator) -> None:
+    # Ranks start and end operations of two groups in opposite orders.
+    twin = comm.split(0)
+    assert twin is not None
+    groups = [comm, twin] if comm.rank % 2 else [twin, comm]
+    for first, second in (groups, groups[::-1]):
+        tensors = [torch.full((100_000,), 1.0 + comm.rank) for _ in range(2)]
+        works = [first.all_reduce(tensors[0]), second.all_reduce(tensors[1])]
+        for work in reversed(works):
+            work.wait(20.0)
+        for tensor in tensors:
+            assert set(tensor.tolist()) == {10.0}
+
+
 def tags_too_large_for_gloo_are_refused(comm: TorchCommunicator) -> None:
     with pytest.raises(UsageError, match="tag=1048576 must be between 0 and 1048575"):
         comm.send(torch.ones(1), (comm.rank + 1) % comm.size, 1 << 20)
@@ -275,6 +289,7 @@ SECTIONS = (
     strangers_are_turned_away,
     strided_views_leave_their_neighbours_alone,
     sums_have_the_bits_of_threads,
+    groups_do_not_wait_for_each_other,
     tags_too_large_for_gloo_are_refused,
     native_operations_obey_too,
     a_rank_that_gives_up_wakes_the_others,
