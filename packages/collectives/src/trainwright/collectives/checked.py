@@ -234,10 +234,12 @@ class CheckedCommunicator:
                 data = writable(what, message.tensor, self._device, copies)
                 checked.append(Recv(data, message.peer, message.tag))
         checks.check_timeout("exchange", timeout_s)
-        if self._deferred is not None:
-            work: Work = self._defer(checked)
-        else:
+        if self._deferred is None:
             work = self._backend.exchange(checked, timeout_s)
+        elif timeout_s is None:
+            work = self._defer(checked)
+        else:
+            raise UsageError("timeout_s of messages in a coalesce() block: give it to wait()")
         return CopyBackWork(work, copies) if copies else work
 
     def barrier(self, *, timeout_s: float | None = None) -> None:

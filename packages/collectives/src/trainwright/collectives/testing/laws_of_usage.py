@@ -50,7 +50,10 @@ _MISTAKES: dict[str, Mistake] = {
     "complex numbers have no order": lambda comm: comm.all_reduce(
         _zeros(comm, 2, dtype=torch.complex64), ReduceOp.MAX
     ),
-    "op must be a ReduceOp": lambda comm: comm.all_reduce(_zeros(comm, 2), "sum"),  # type: ignore[arg-type]
+    "op must be a ReduceOp": lambda comm: comm.all_reduce(
+        _zeros(comm, 2),
+        "sum",  # type: ignore[arg-type]
+    ),
     "cannot add float32 values": lambda comm: comm.all_reduce(
         _zeros(comm, 2), reduce_dtype=torch.int32
     ),
@@ -85,6 +88,7 @@ _MISTAKES: dict[str, Mistake] = {
         _zeros(comm, 1), None if comm.rank == 0 else _zeros(comm, comm.size), 0
     ),
     "color='red'": lambda comm: comm.split("red"),  # type: ignore[arg-type]
+    "give it to wait": lambda comm: _timeout_inside(comm),
     "cannot be part of a coalesce": lambda comm: _barrier_inside(comm),
 }
 
@@ -97,6 +101,11 @@ def _all_to_all_in_place(comm: Communicator) -> object:
 def _gather_into_another_slice(comm: Communicator) -> object:
     memory = _zeros(comm, 2 * comm.size + 1)
     return comm.all_gather(memory[:-1], memory[1:3])
+
+
+def _timeout_inside(comm: Communicator) -> None:
+    with comm.coalesce():
+        comm.exchange([], timeout_s=1.0)
 
 
 def _barrier_inside(comm: Communicator) -> None:
