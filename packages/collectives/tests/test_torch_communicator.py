@@ -163,6 +163,12 @@ def groups_do_not_wait_for_each_other(comm: TorchCommunicator) -> None:
             assert set(tensor.tolist()) == {10.0}
 
 
+def groups_may_be_dropped_as_soon_as_they_are_made(comm: TorchCommunicator) -> None:
+    for _ in range(20):
+        comm.split(0)
+    comm.barrier()
+
+
 def tags_too_large_for_gloo_are_refused(comm: TorchCommunicator) -> None:
     with pytest.raises(UsageError, match="tag=1048576 must be between 0 and 1048575"):
         comm.send(torch.ones(1), (comm.rank + 1) % comm.size, 1 << 20)
@@ -290,6 +296,7 @@ SECTIONS = (
     strided_views_leave_their_neighbours_alone,
     sums_have_the_bits_of_threads,
     groups_do_not_wait_for_each_other,
+    groups_may_be_dropped_as_soon_as_they_are_made,
     tags_too_large_for_gloo_are_refused,
     native_operations_obey_too,
     a_rank_that_gives_up_wakes_the_others,

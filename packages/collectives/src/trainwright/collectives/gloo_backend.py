@@ -70,6 +70,10 @@ class GlooBackend:
         self._group: list[Link] = [] if self.size == 1 else [self._connect()]
         weakref.finalize(self, self._group.clear)
         board.watch(self)
+        if self.size > 1:
+            # Nobody may leave again before all have come.
+            self.start(Call(Kind.BARRIER)).wait()
+            self._num_started = 0
 
     def start(self, call: Call) -> Work:
         """Post all messages that need nothing from others; the rest follows in the background."""
@@ -167,6 +171,8 @@ class GlooBackend:
             return connect(self._store, self.rank, self.ranks, self.timeout_s)
         except TimeoutError as error:
             raise CollectiveTimeoutError(f"{self.name!r}: {error}") from error
+        except RuntimeError as error:
+            raise self.explain(error, "connecting", peer=-1) from error
 
     def _post_parts(
         self,

@@ -63,6 +63,7 @@ def connect(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> 
 
     Raises:
         TimeoutError: not all ranks came; the message names the others.
+        RuntimeError: they came, but a connection failed.
     """
     store.set(f"here/{rank}", "1")
     gloo: Any = dist.ProcessGroupGloo
@@ -70,6 +71,8 @@ def connect(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> 
         return cast(Link, gloo(store, rank, len(ranks), timedelta(seconds=timeout_s)))
     except RuntimeError as error:
         missing = [world for here, world in enumerate(ranks) if not store.check([f"here/{here}"])]
+        if not missing:
+            raise
         raise TimeoutError(
             f"the ranks {list(ranks)} did not connect within {timeout_s} s; missing: {missing}. "
             "All of them must make the communicator"
