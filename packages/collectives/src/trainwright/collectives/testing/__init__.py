@@ -8,7 +8,7 @@ from trainwright.collectives.testing.cases import (
     lay_out,
     some_cases,
 )
-from trainwright.collectives.testing.laws import COMMUNICATOR_LAWS, Law
+from trainwright.collectives.testing.laws import COMMUNICATOR_LAWS, LAWS_ABOUT_SHAPES, Law
 from trainwright.collectives.testing.processes import RemoteError, run_processes
 from trainwright.collectives.testing.values import (
     box_partitions,
@@ -20,6 +20,7 @@ from trainwright.collectives.testing.values import (
 
 __all__ = [
     "COMMUNICATOR_LAWS",
+    "LAWS_ABOUT_SHAPES",
     "Case",
     "Law",
     "Layout",
