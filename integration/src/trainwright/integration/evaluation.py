@@ -22,7 +22,9 @@ def evaluate(parts: Parts, tokens_NS: torch.Tensor, labels_NS: torch.Tensor) -> 
     ranks = parts.mesh.size("dp")
     rank = parts.mesh.coordinate("dp")
     rows = max(1, parts.config.global_batch // (ranks * parts.config.microbatches))
-    tokens, labels = _equal_parts(tokens_NS[rank::ranks], labels_NS[rank::ranks], rows)
+    # Ranks make as many passes as the fullest one: sharded weights are gathered by all together.
+    passes = -(-len(tokens_NS) // (ranks * rows))
+    tokens, labels = _equal_parts(tokens_NS[rank::ranks], labels_NS[rank::ranks], rows, passes)
     device = parts.mesh.world.device
 
     def inputs(stage: int, microbatch: int) -> dict[str, torch.Tensor]:
@@ -32,8 +34,8 @@ def evaluate(parts: Parts, tokens_NS: torch.Tensor, labels_NS: torch.Tensor) -> 
         }
 
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    if len(tokens):
-        sums[0] = parts.executor.evaluate(inputs, len(tokens)).loss_sum
+    if passes:
+        sums[0] = parts.executor.evaluate(inputs, passes).loss_sum
     sums[1] = float((labels != IGNORE).sum()) * parts.counts_tokens
     # Tensor-parallel ranks hold the same sums; the first of them speaks.
     sums *= float(parts.mesh.coordinate("tp") == 0)
@@ -42,12 +44,12 @@ def evaluate(parts: Parts, tokens_NS: torch.Tensor, labels_NS: torch.Tensor) -> 
 
 
 def _equal_parts(
-    tokens_NS: torch.Tensor, labels_NS: torch.Tensor, rows: int
+    tokens_NS: torch.Tensor, labels_NS: torch.Tensor, rows: int, passes: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # The last microbatch is filled up with rows that do not count, so that shapes stay the same.
-    missing = -len(tokens_NS) % rows
+    # Filled up with rows that do not count, so that shapes stay the same.
+    missing = passes * rows - len(tokens_NS)
     padding = tokens_NS.new_zeros(missing, tokens_NS.shape[1])
     tokens = torch.cat((tokens_NS, padding))
     labels = torch.cat((labels_NS, padding + IGNORE))
-    shape = (-1, rows, tokens_NS.shape[1])
+    shape = (passes, rows, tokens_NS.shape[1])
     return tokens.view(shape), labels.view(shape)

@@ -65,7 +65,7 @@ def run_as_worker(place: Place, work: Callable[[Communicator], T]) -> T:
     device = torch.device("cuda", place.local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
-    else:
+    elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
     dist.init_process_group(
         "nccl" if use_cuda else "gloo",
