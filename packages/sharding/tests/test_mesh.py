@@ -7,8 +7,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainwright.collectives import LocalWorld, SingleCommunicator
-from trainwright.sharding import Mesh, MeshShape, Replicate, Shard, ShardingError, redistribute
-from trainwright.sharding.mesh import DENSE_AXES, EXPERT_AXES
+from trainwright.sharding import (
+    Mesh,
+    MeshShape,
+    NotAvailableError,
+    Replicate,
+    Shard,
+    ShardingError,
+    redistribute,
+)
+from trainwright.sharding.data.testing import RecordingCommunicator
+from trainwright.sharding.mesh import DENSE_AXES, EXPERT_AXES, HYBRID_AXES
 from trainwright.sharding.testing import layouts_of, mesh_shapes
 
 
@@ -86,6 +95,111 @@ def test_communicators_join_the_ranks_that_differ_only_along_their_axes(data):
             assert size == shape.size(*axes)
 
 
+@given(mesh_shapes(max_world_size=24, hybrid=True))
+def test_a_split_dp_has_consecutive_dp_ranks_in_a_shard_group(shape):
+    assert shape.dp == shape.dp_replicate * shape.dp_shard
+    assert MeshShape.parse(str(shape)) == shape
+    for rank in range(shape.world_size):
+        place = shape.coordinates(rank)
+        assert place["dp"] == place["dp_replicate"] * shape.dp_shard + place["dp_shard"]
+        group = [shape.coordinates(other)["dp"] for other in shape.ranks(rank, "dp_shard")]
+        first = place["dp_replicate"] * shape.dp_shard
+        assert group == list(range(first, first + shape.dp_shard))
+        assert shape.ranks(rank, "dp_replicate", "dp_shard") == shape.ranks(rank, "dp")
+
+
+@given(st.data())
+def test_communicators_of_a_split_dp_join_the_ranks_that_differ_only_along_their_axes(data):
+    shape = data.draw(mesh_shapes(max_world_size=8, hybrid=True))
+    products = [("dp_shard",), ("dp_replicate",), ("dp_shard", "cp"), ("dp_replicate", "dp_shard")]
+    products += [("tp", "dp_replicate"), HYBRID_AXES, ("pp", "dp_shard", "tp")]
+
+    def run(world):
+        mesh = Mesh(world, shape)
+        found = []
+        for axes in products:
+            comm = mesh.communicator(*axes)
+            ranks = torch.empty(comm.size, dtype=torch.int64)
+            comm.all_gather(ranks, torch.tensor([world.rank])).wait()
+            found.append((tuple(ranks.tolist()), mesh.ranks(*axes), comm.rank, mesh.size(*axes)))
+        places = {axis: mesh.coordinate(axis) for axis in HYBRID_AXES}
+        assert places.items() <= mesh.coordinates.items()
+        return found
+
+    for rank, found in enumerate(LocalWorld(shape.world_size).run(run)):
+        place = shape.coordinates(rank)
+        for axes, (ranks, promised, own, size) in zip(products, found, strict=True):
+            fixed = [axis for axis in HYBRID_AXES if axis not in axes]
+            expected = [
+                other
+                for other in range(shape.world_size)
+                if all(shape.coordinates(other)[axis] == place[axis] for axis in fixed)
+            ]
+            assert list(ranks) == list(promised) == expected
+            assert ranks[own] == rank
+            assert size == len(expected)
+
+
+def test_without_a_split_dp_shard_is_all_of_dp_and_nothing_is_added():
+    def run(world):
+        splits = []
+
+        class Counting(RecordingCommunicator):
+            def split(self, color, key=0):
+                splits.append(color)
+                return super().split(color, key)
+
+        mesh = Mesh(Counting(world, []), MeshShape(dp=2, tp=2))
+        return (
+            mesh.communicator("dp_shard") is mesh.communicator("dp"),
+            mesh.communicator("tp", "dp_shard") is mesh.communicator("dp", "tp"),
+            isinstance(mesh.communicator("dp_replicate"), SingleCommunicator),
+            mesh.coordinate("dp_shard") == mesh.coordinate("dp"),
+            mesh.size("dp_replicate") == 1,
+            {"dp_replicate", "dp_shard"}.isdisjoint(mesh.coordinates),
+            len(splits) == 2,
+        )
+
+    assert LocalWorld(4).run(run) == [(True,) * 7] * 4
+
+
+def test_a_table_of_a_split_dp_shows_its_parts():
+    lines = MeshShape(dp=4, dp_shard=2).table().splitlines()
+
+    assert lines[0].split() == ["rank", "pp", "dp", "dp_replicate", "dp_shard", "cp", "tp"]
+    assert [line.split()[2:5] for line in lines[1:]] == [
+        ["0", "0", "0"],
+        ["1", "0", "1"],
+        ["2", "1", "0"],
+        ["3", "1", "1"],
+    ]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_pipeline_ends_of_equal_other_coordinates_are_joined_and_no_other_stage(pp):
+    shape = MeshShape(pp=pp, tp=2)
+
+    def run(world):
+        mesh = Mesh(world, shape)
+        if mesh.coordinate("pp") not in (0, pp - 1):
+            with pytest.raises(ShardingError, match=r"is on stage . of pp=.*ask for it only there"):
+                mesh.communicator("pp_ends")
+            return None
+        comm = mesh.communicator("pp_ends")
+        ranks = torch.empty(comm.size, dtype=torch.int64)
+        comm.all_gather(ranks, torch.tensor([world.rank])).wait()
+        return ranks.tolist(), comm is mesh.communicator("pp")
+
+    last = 2 * (pp - 1)
+    found = LocalWorld(2 * pp).run(run)
+
+    assert [ranks for ranks, _ in filter(None, found)] == (
+        [[0], [1]] if pp == 1 else [[0, last], [1, last + 1]] * 2
+    )
+    assert not any(is_pp for _, is_pp in filter(None, found))
+    assert sum(item is None for item in found) == 2 * max(pp - 2, 0)
+
+
 def test_all_axes_together_are_the_world_and_an_axis_of_one_costs_nothing():
     def run(world):
         mesh = Mesh(world, MeshShape(dp=2, tp=2))
@@ -154,6 +268,11 @@ def test_a_table_has_one_line_a_rank():
     assert MeshShape(dp=2, ep=2).table().splitlines()[0].split()[-3:] == ["edp", "ep", "etp"]
 
 
+def test_hybrid_sharding_with_experts_is_not_available():
+    with pytest.raises(NotAvailableError, match="leave dp_shard out, or choose ep=1"):
+        MeshShape(dp=4, dp_shard=2, ep=2)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -170,6 +289,10 @@ def test_a_table_has_one_line_a_rank():
         (lambda: MeshShape(dp=True), "got True"),
         (lambda: MeshShape(dp=3, ep=2), "must divide dp=3 .* = 3; with this etp, ep may be 1, 3"),
         (lambda: MeshShape(dp=2, etp=4), "choose a smaller etp"),
+        (lambda: MeshShape(dp=4, dp_shard=3), "dp_shard=3 must divide dp=4;.* may be 1, 2, 4"),
+        (lambda: MeshShape(dp=4, dp_shard=0), "dp_shard must be a positive int, got 0"),
+        (lambda: MeshShape(dp=4).size("dp", "dp_shard"), "belong to two views"),
+        (lambda: MeshShape(dp=4).size("dp_shart"), "did you mean 'dp_shard'"),
         (lambda: MeshShape.parse("dq=2"), "unknown axis 'dq'.*did you mean 'dp'"),
         (lambda: MeshShape.parse("dp=2,dp=2"), "names axis dp twice"),
         (lambda: MeshShape.parse("dp=two"), "dp needs a positive int, got 'dp=two'; write dp=2"),

@@ -6,7 +6,9 @@ from itertools import combinations
 
 from trainwright.collectives import Communicator, SingleCommunicator
 from trainwright.sharding.errors import ShardingError
-from trainwright.sharding.mesh.shape import DENSE_AXES, EXPERT_AXES, MeshShape
+from trainwright.sharding.mesh.shape import DENSE_AXES, EXPERT_AXES, HYBRID_AXES, MeshShape
+
+_ENDS = "pp_ends"
 
 
 class Mesh:
@@ -15,6 +17,10 @@ class Mesh:
     Every axis and every product of axes of one view has its communicator; ranks in it are ordered
     as the mesh orders them, outermost axis first. An axis of size 1 costs nothing. Two products
     that join the same ranks share one communicator.
+
+    Where ``shape.dp_shard`` splits dp, "dp_replicate" and "dp_shard" are axes too; where it does
+    not, "dp_shard" is all of dp. "pp_ends" joins the first and the last pipeline stage of equal
+    other coordinates, and exists on their ranks only.
 
     Args:
         world: All ranks of the job.
@@ -31,8 +37,9 @@ class Mesh:
         shape.check(world.size)
         self._world = world
         self._shape = shape
-        self._coordinates = shape.coordinates(world.rank)
+        self._places = shape.places(world.rank)
         self._communicators = _split_all(world, shape)
+        self._ends = _split_ends(world, shape)
 
     @property
     def world(self) -> Communicator:
@@ -51,13 +58,13 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's place on every axis of both views."""
-        return dict(self._coordinates)
+        """This rank's place on every axis of both views, and of a split dp."""
+        return self._shape.coordinates(self.rank)
 
     def coordinate(self, axis: str) -> int:
         """Return this rank's place on one axis."""
         self._shape.ordered((axis,))
-        return self._coordinates[axis]
+        return self._places[axis]
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks along a product of axes of one view."""
@@ -70,12 +77,25 @@ class Mesh:
     def communicator(self, *axes: str) -> Communicator:
         """Return the communicator of the ranks that differ from this one at most along ``axes``.
 
+        ``communicator("pp_ends")`` joins this rank and the one at the other end of the pipeline.
+
         Raises:
-            ShardingError: An axis is unknown, or the axes belong to two views.
+            ShardingError: An axis is unknown, the axes belong to two views, or this rank is at
+                neither end of the pipeline.
         """
         if not axes:
             raise ShardingError("communicator() needs at least one axis, such as 'dp'")
+        if axes == (_ENDS,):
+            return self._communicator_of_ends()
         return self._communicators[self._shape.ordered(axes)]
+
+    def _communicator_of_ends(self) -> Communicator:
+        if self._ends is None:
+            raise ShardingError(
+                f"rank {self.rank} is on stage {self.coordinate('pp')} of pp={self.size('pp')}; "
+                f"{_ENDS!r} joins the first and the last stage, so ask for it only there"
+            )
+        return self._ends
 
     def __repr__(self) -> str:
         return f"Mesh({str(self._shape)!r}, rank={self.rank} of {self._world.size})"
@@ -102,11 +122,20 @@ def _split_all(world: Communicator, shape: MeshShape) -> dict[tuple[str, ...], C
     return found
 
 
+def _split_ends(world: Communicator, shape: MeshShape) -> Communicator | None:
+    # Of its own even where pp = 2: a sum over the ends must not meet the messages of a pipeline.
+    if shape.pp == 1:
+        return SingleCommunicator(device=world.device)
+    stage = shape.coordinates(world.rank)["pp"]
+    is_end = stage in (0, shape.pp - 1)
+    return world.split(color=shape.ranks(world.rank, "pp")[0] if is_end else None, key=world.rank)
+
+
 def _products() -> list[tuple[str, ...]]:
     products = [
         axes
-        for count in range(1, len(DENSE_AXES) + 1)
-        for view in (DENSE_AXES, EXPERT_AXES)
+        for count in range(1, len(HYBRID_AXES) + 1)
+        for view in (DENSE_AXES, EXPERT_AXES, HYBRID_AXES)
         for axes in combinations(view, count)
     ]
     return list(dict.fromkeys(products))

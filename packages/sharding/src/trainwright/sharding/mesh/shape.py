@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import attrs
 
-from trainwright.sharding.errors import ShardingError
+from trainwright.sharding.errors import NotAvailableError, ShardingError
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 """The axes along which dense layers are arranged, outermost first."""
@@ -16,10 +16,14 @@ DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
 """The axes along which the experts of a layer are arranged, outermost first."""
 
-AXES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp")
-"""Every axis name, in the order in which products of axes are written."""
+HYBRID_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The dense view with dp in its two parts: groups that replicate each other, ranks of a group."""
 
-_CHOSEN = ("pp", "dp", "cp", "tp", "ep", "etp")
+AXES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp")
+"""The axes a parameter can be placed on, in the order in which products of axes are written."""
+
+_KNOWN = (*AXES, "dp_replicate", "dp_shard")
+_CHOSEN = ("pp", "dp", "cp", "tp", "ep", "etp", "dp_shard")
 
 
 @attrs.frozen(repr=False)
@@ -38,9 +42,13 @@ class MeshShape:
         tp: Ranks that share one layer.
         ep: Ranks that share the experts of one layer.
         etp: Ranks that share one expert; None means as ``tp``.
+        dp_shard: Hybrid sharding: that many consecutive dp ranks share one copy of the model
+            states, and dp = dp_replicate * dp_shard. None means that dp is not split.
 
     Raises:
-        ShardingError: A size is not a positive int, or ep * etp does not divide dp * cp * tp.
+        ShardingError: A size is not a positive int, ep * etp does not divide dp * cp * tp, or
+            dp_shard does not divide dp.
+        NotAvailableError: Both dp_shard and ep > 1.
     """
 
     pp: int = 1
@@ -49,6 +57,7 @@ class MeshShape:
     tp: int = 1
     ep: int = 1
     _etp: int | None = None
+    dp_shard: int | None = None
 
     def __attrs_post_init__(self) -> None:
         if self._etp == self.tp:
@@ -56,6 +65,8 @@ class MeshShape:
             object.__setattr__(self, "_etp", None)
         for axis in _CHOSEN:
             size = getattr(self, axis)
+            if axis == "dp_shard" and size is None:
+                continue
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ShardingError(f"axis {axis} must be a positive int, got {size!r}")
         stage = self.dp * self.cp * self.tp
@@ -66,6 +77,7 @@ class MeshShape:
                 f"ep={self.ep} * etp={self.etp} must divide dp={self.dp} * cp={self.cp} * "
                 f"tp={self.tp} = {stage}; with this etp, {way_out}"
             )
+        self._check_split()
 
     @classmethod
     def parse(cls, text: str) -> MeshShape:
@@ -99,13 +111,18 @@ class MeshShape:
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     @property
+    def dp_replicate(self) -> int:
+        """Groups of dp ranks that hold the same shards: what is left of dp beside dp_shard."""
+        return 1 if self.dp_shard is None else self.dp // self.dp_shard
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks along a product of axes of one view."""
-        return math.prod(getattr(self, axis) for axis in self.ordered(axes))
+        return math.prod(self._size(axis) for axis in self.ordered(axes))
 
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Return ``axes`` once each, outermost first.
@@ -115,18 +132,28 @@ class MeshShape:
         """
         named = tuple(axes)
         for axis in named:
-            if axis not in AXES:
-                raise ShardingError(_unknown(axis, AXES))
-        for view in (DENSE_AXES, EXPERT_AXES):
-            if set(named) <= set(view):
-                return tuple(axis for axis in view if axis in named)
-        raise ShardingError(
-            f"axes {', '.join(named)} belong to two views of the mesh; "
-            f"take them from {DENSE_AXES} or from {EXPERT_AXES}"
-        )
+            if axis not in _KNOWN:
+                raise ShardingError(_unknown(axis, _KNOWN))
+        view = _view_of(named)
+        if view is None:
+            raise ShardingError(
+                f"axes {', '.join(named)} belong to two views of the mesh; take them from "
+                f"{DENSE_AXES}, from {EXPERT_AXES} or from {HYBRID_AXES}"
+            )
+        return tuple(axis for axis in view if axis in named)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of a rank on every axis of both views.
+        """Return the place of a rank on every axis of both views, and of a split dp.
+
+        Raises:
+            ShardingError: There is no such rank.
+        """
+        split = () if self.dp_shard is None else ("dp_replicate", "dp_shard")
+        places = self.places(rank)
+        return {axis: places[axis] for axis in (*AXES, *split)}
+
+    def places(self, rank: int) -> dict[str, int]:
+        """Return what `coordinates` does, and where dp is not split all the same its two parts.
 
         Raises:
             ShardingError: There is no such rank.
@@ -134,11 +161,11 @@ class MeshShape:
         if not 0 <= rank < self.world_size:
             raise ShardingError(f"rank must be in 0..{self.world_size - 1}, got {rank}")
         found: dict[str, int] = {}
-        for view in (DENSE_AXES, EXPERT_AXES):
+        for view in (DENSE_AXES, EXPERT_AXES, HYBRID_AXES):
             rest = rank
             for axis in reversed(view):
-                rest, found[axis] = divmod(rest, getattr(self, axis))
-        return {axis: found[axis] for axis in AXES}
+                rest, found[axis] = divmod(rest, self._size(axis))
+        return found
 
     def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
         """Return the rank at a place of the dense view.
@@ -157,11 +184,12 @@ class MeshShape:
     def ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks, in order, that differ from ``rank`` at most along ``axes``."""
         varying = self.ordered(axes)
-        view = DENSE_AXES if set(varying) <= set(DENSE_AXES) else EXPERT_AXES
-        coordinates = self.coordinates(rank)
+        view = _view_of(varying)
+        assert view is not None
+        coordinates = self.places(rank)
         members = [0]
         for axis in view:
-            size = getattr(self, axis)
+            size = self._size(axis)
             steps = range(size) if axis in varying else (coordinates[axis],)
             members = [member * size + step for member in members for step in steps]
         return tuple(members)
@@ -183,7 +211,8 @@ class MeshShape:
 
     def table(self) -> str:
         """Return a text table with one line a rank and one column an axis."""
-        used = [axis for axis in AXES if axis in DENSE_AXES or self.ep > 1 or self.etp != self.tp]
+        dense = DENSE_AXES if self.dp_shard is None else ("pp", "dp", *HYBRID_AXES[1:])
+        used = [*dense, *(EXPERT_AXES[1:] if self.ep > 1 or self.etp != self.tp else ())]
         heads = ["rank", *used]
         width = max(4, len(str(self.world_size - 1)))
         lines = ["  ".join(head.rjust(width) for head in heads)]
@@ -195,12 +224,30 @@ class MeshShape:
 
     def __str__(self) -> str:
         sizes = {axis: getattr(self, axis) for axis in _CHOSEN}
-        unsaid = {"etp": self.tp}
+        unsaid = {"etp": self.tp, "dp_shard": None}
         said = [f"{axis}={size}" for axis, size in sizes.items() if size != unsaid.get(axis, 1)]
         return ",".join(said) or "dp=1"
 
     def __repr__(self) -> str:
         return f"MeshShape.parse({str(self)!r})"
+
+    def _size(self, axis: str) -> int:
+        size: int = self.dp if axis == "dp_shard" and self.dp_shard is None else getattr(self, axis)
+        return size
+
+    def _check_split(self) -> None:
+        if self.dp_shard is None:
+            return
+        if self.dp % self.dp_shard:
+            raise ShardingError(
+                f"dp_shard={self.dp_shard} must divide dp={self.dp}; with this dp, dp_shard may be "
+                f"{_listed(_divisors(self.dp))}"
+            )
+        if self.ep > 1:
+            raise NotAvailableError(
+                f"hybrid sharding (dp_shard={self.dp_shard}) together with expert parallelism "
+                f"(ep={self.ep}) is not available yet; leave dp_shard out, or choose ep=1"
+            )
 
     def _way_to(self, world_size: int) -> str:
         for axis in ("dp", "tp", "pp", "cp"):
@@ -210,6 +257,12 @@ class MeshShape:
                 kept = f"with this {' and '.join(others)}, " if others else ""
                 return f"{kept}{axis} must be {world_size // rest}"
         return f"no change of one axis fits; the sizes must multiply to {world_size}"
+
+
+def _view_of(axes: Iterable[str]) -> tuple[str, ...] | None:
+    named = set(axes)
+    views = (DENSE_AXES, EXPERT_AXES, HYBRID_AXES)
+    return next((view for view in views if named <= set(view)), None)
 
 
 def _divisors(number: int) -> list[int]:

@@ -9,17 +9,23 @@ from trainwright.sharding.mesh.shape import DENSE_AXES, MeshShape
 
 @st.composite
 def mesh_shapes(
-    draw: st.DrawFn, max_world_size: int = 8, axes: tuple[str, ...] = DENSE_AXES
+    draw: st.DrawFn,
+    max_world_size: int = 8,
+    axes: tuple[str, ...] = DENSE_AXES,
+    *,
+    hybrid: bool = False,
 ) -> MeshShape:
     """Draw a shape of at most ``max_world_size`` ranks with sizes above 1 on some of ``axes``.
 
-    With all dense axes an expert view is drawn as well.
+    With all dense axes an expert view is drawn as well; with ``hybrid`` dp is split instead.
     """
     left = max_world_size
     sizes: dict[str, int] = {}
     for axis in draw(st.permutations(axes)):
         sizes[axis] = draw(st.integers(1, left))
         left //= sizes[axis]
+    if hybrid:
+        return MeshShape(**sizes, dp_shard=draw(st.sampled_from(_divisors(sizes.get("dp", 1)))))
     if axes != DENSE_AXES:
         return MeshShape(**sizes)
     stage = MeshShape(**sizes).world_size // sizes["pp"]
