@@ -13,6 +13,7 @@ from trainwright.sharding.data.build import FlatModel
 from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.layout import GroupLayout
 from trainwright.sharding.data.piece import Piece
+from trainwright.sharding.mesh import Mesh
 
 
 class _Phase(enum.Enum):
@@ -31,8 +32,9 @@ class DataParallel:
     parameter without gradient contributes zeros. Sums are never divided.
     """
 
-    def __init__(self, module: nn.Module, flat: FlatModel) -> None:
+    def __init__(self, module: nn.Module, flat: FlatModel, mesh: Mesh) -> None:
         self._module = module
+        self._mesh = mesh
         self._flat = flat
         self._buckets = flat.buckets
         self._phase = _Phase.ACCUMULATING
@@ -59,6 +61,11 @@ class DataParallel:
     def module(self) -> nn.Module:
         """The module that was given, with its own names."""
         return self._module
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks that it was made for."""
+        return self._mesh
 
     @property
     def pieces(self) -> dict[str, Piece]:

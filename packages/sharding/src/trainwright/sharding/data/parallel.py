@@ -50,7 +50,7 @@ def data_parallel(
             raise ShardingError(
                 f"{entry.name} already belongs to a DataParallel; a parameter is reduced once"
             )
-    return DataParallel(model, flatten_model(parameters, mesh, policy))
+    return DataParallel(model, flatten_model(parameters, mesh, policy), mesh)
 
 
 def _is_ours(hook: object) -> bool:
