@@ -52,6 +52,21 @@ def test_a_damaged_checkpoint_is_refused_in_a_line_with_file_and_checksums(
     assert len(_rows(finished)) == 3
 
 
+def test_a_run_that_is_being_written_is_not_resumed_a_second_time(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = ["train", "--threads-as-ranks", "--resume", str(finished), "--steps", "4"]
+
+    with RunFolder(finished).lock():
+        refused = main(again)
+    said = capsys.readouterr().err
+    accepted = main(again)
+
+    assert refused == 2
+    assert "another run is writing" in said
+    assert accepted == 0
+
+
 def test_a_run_stopped_before_its_first_checkpoint_starts_again(
     finished: Path, tmp_path: Path
 ) -> None:

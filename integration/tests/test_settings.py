@@ -140,6 +140,32 @@ def test_a_used_run_folder_is_refused_and_resume_offered(
     assert f"--resume {tmp_path}" in capsys.readouterr().err
 
 
+def test_a_file_where_the_run_folder_should_be_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    code = main(["train", "--out", str(tmp_path / "file"), "--threads-as-ranks"])
+    assert code == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+def test_more_processes_than_a_machine_runs_are_not_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = ["--layout", "dp=5000", "--global-batch", "10000", "--microbatches", "1"]
+    code = main(["train", *layout, "--out", str(tmp_path / "run")])
+    said = capsys.readouterr().err
+    assert code == 2
+    assert "5000 processes" in said
+    assert "torchrun" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_without_a_meeting_place_is_told_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        place_in_environment({"RANK": "0", "WORLD_SIZE": "2"})
+
+
 def test_out_and_resume_of_two_folders_contradict(tmp_path: Path) -> None:
     options = parser().parse_args(["train", "--resume", str(tmp_path), "--out", "elsewhere"])
     with pytest.raises(ConfigError, match="contradicts"):
@@ -165,6 +191,8 @@ def test_the_environment_of_torchrun_and_of_slurm_place_a_process() -> None:
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29500",
     }
     slurm = {
         "SLURM_PROCID": "5",

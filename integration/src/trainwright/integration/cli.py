@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import attrs
 import torch
@@ -118,16 +119,17 @@ def train_command(options: argparse.Namespace) -> int:
     place = launch.place_in_environment(os.environ)
     as_json = getattr(options, "json", False)
     if getattr(options, "threads_as_ranks", False):
-        prepare(config, out, resume)
-        summaries = launch.run_as_threads(
-            config.mesh.world_size, lambda world: worker.run(world, config, out, resume)
-        )
+        with prepare(config, out, resume):
+            summaries = launch.run_as_threads(
+                config.mesh.world_size, lambda world: worker.run(world, config, out, resume)
+            )
         worker.report(summaries[0], as_json)
         return 0
     if place is None:
-        prepare(config, out, resume)
+        launch.check_startable(config.mesh.world_size)
         arguments = worker_arguments(config, out, resume, as_json)
-        return launch.start_workers(config.mesh.world_size, MODULE, arguments)
+        with prepare(config, out, resume):
+            return launch.start_workers(config.mesh.world_size, MODULE, arguments)
     if place.world_size != config.mesh.world_size:
         raise ConfigError(
             f"--layout {config.layout} needs {config.mesh.world_size} processes, "
@@ -175,27 +177,32 @@ def worker_arguments(config: RunConfig, out: str, resume: bool, as_json: bool) -
     return [*arguments, "--json"] if as_json else arguments
 
 
-def prepare(config: RunConfig, out: str, resume: bool) -> None:
+def prepare(config: RunConfig, out: str, resume: bool) -> IO[str]:
     """Look at the data and make the run folder, before any rank starts.
+
+    Returns:
+        What keeps other runs out of the folder while it is open.
 
     Raises:
         DataError: the data is missing, empty, binary or too short.
-        RunFolderError: the folder already holds a run.
+        RunFolderError: the folder already holds a run, or another run is writing to it.
     """
     if not resume and RunFolder(Path(out)).holds_run:
         RunFolder(Path(out)).create(config)
     corpus = worker.load_corpus(config)
     Reader(corpus.train, config.sequence_length, config.global_batch)
     evenly_spaced(corpus.held_out, config.sequence_length, 1)
+    if not resume:
+        RunFolder(Path(out)).create(config)
+    lock = RunFolder(Path(out)).lock()
     if resume:
         config.save(Path(out) / CONFIG)
-    else:
-        RunFolder(Path(out)).create(config)
     skipped = f", {len(corpus.skipped)} binary files left out" if corpus.skipped else ""
     sys.stderr.write(
         f"{corpus.source}: {corpus.files} files, {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.held_out):,} held out{skipped}\nrun folder {out}\n"
     )
+    return lock
 
 
 @record
@@ -203,19 +210,24 @@ def _work_in_place(
     place: launch.Place, config: RunConfig, out: str, resume: bool, options: argparse.Namespace
 ) -> None:
     def work(world: Communicator) -> worker.Summary:
-        agreed = out if options.prepared else _prepared_by_first(world, config, out, resume)
-        return worker.run(world, config, agreed, resume)
+        if options.prepared:
+            return worker.run(world, config, out, resume)
+        with contextlib.ExitStack() as held:
+            agreed = _prepared_by_first(world, config, out, resume, held)
+            return worker.run(world, config, agreed, resume)
 
     summary = launch.run_as_worker(place, work)
     if place.rank == 0:
         worker.report(summary, getattr(options, "json", False))
 
 
-def _prepared_by_first(world: Communicator, config: RunConfig, out: str, resume: bool) -> str:
+def _prepared_by_first(
+    world: Communicator, config: RunConfig, out: str, resume: bool, held: contextlib.ExitStack
+) -> str:
     # Ranks that were started at different seconds would otherwise name different folders.
     text = torch.zeros(MAX_PATH, dtype=torch.uint8)
     if world.rank == 0:
-        prepare(config, out, resume)
+        held.enter_context(prepare(config, out, resume))
         encoded = out.encode()
         text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     on_device = text.to(world.device)

@@ -43,17 +43,22 @@ def place_in_environment(environment: Mapping[str, str]) -> Place | None:
         ConfigError: the environment is incomplete.
     """
     if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= environment.keys():
+        _require_meeting_place(environment, "with RANK and WORLD_SIZE set")
         return _place(environment, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
-            raise ConfigError(
-                "under Slurm, MASTER_ADDR and MASTER_PORT must name the first node and a free "
-                "port; export them in the batch script"
-            )
+        _require_meeting_place(environment, "under Slurm")
         return _place(
             environment, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"
         )
     return None
+
+
+def _require_meeting_place(environment: Mapping[str, str], where: str) -> None:
+    if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
+        raise ConfigError(
+            f"{where}, MASTER_ADDR and MASTER_PORT must name the first node and a free port there; "
+            "torchrun sets them, a batch script exports them"
+        )
 
 
 def run_as_worker(place: Place, work: Callable[[Communicator], T]) -> T:
@@ -88,6 +93,20 @@ def run_as_worker(place: Place, work: Callable[[Communicator], T]) -> T:
 def run_as_threads(size: int, work: Callable[[Communicator], T]) -> list[T]:
     """Run ``work`` on ``size`` ranks that are threads of this process."""
     return LocalWorld(size, timeout_s=TIMEOUT_S).run(work)
+
+
+def check_startable(size: int) -> None:
+    """Check that one machine can run so many processes.
+
+    Raises:
+        ConfigError: ``size`` is far more than this machine can run at once.
+    """
+    most = max(64, 8 * (os.cpu_count() or 1))
+    if size > most:
+        raise ConfigError(
+            f"the layout needs {size} processes; at most {most} are started on one machine. Use a "
+            "smaller layout, or start one process a device on several machines with torchrun"
+        )
 
 
 def start_workers(size: int, module: str, arguments: Sequence[str]) -> int:

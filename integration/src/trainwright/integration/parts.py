@@ -29,7 +29,7 @@ from trainwright.pipeline_schedules import (
 )
 from trainwright.pipeline_schedules.execute import BoundarySpec, PipelineExecutor, TensorSpec
 from trainwright.precision import policy
-from trainwright.sharding import Mesh, placements_of
+from trainwright.sharding import Mesh, ParameterPlacement, Partial, placements_of
 from trainwright.sharding.data import DataParallel, Piece, ShardPolicy, data_parallel
 from trainwright.stability_guards import Guard, NonFiniteGuard, decay_groups, warmup_cosine
 
@@ -38,6 +38,8 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "sequential": sequential,
 }
+
+EMBEDDING = "model.embed_tokens.weight"
 
 KEEP_FP32 = ("*norm.weight",)
 """Norms stay in at least float32 whatever the dtype of the run."""
@@ -122,9 +124,10 @@ def assemble(
     check_fits(shape, config.mesh, config)
     mesh = Mesh(world, config.mesh)
     stage = build_model(config, shape, mesh)
-    placements = placements_of(stage)
+    placements = place_parameters(stage, mesh)
     initialize_(stage, placements, shape, config.seed)
     dtypes = policy(config.dtype, keep_fp32=KEEP_FP32)
+    dtypes.check_patterns(placements)
     model = data_parallel(
         stage,
         mesh,
@@ -150,6 +153,19 @@ def assemble(
         feed=build_feed(config, mesh, corpus),
         counts_tokens=1.0 if stage.is_last else 0.0,
     )
+
+
+def place_parameters(stage: DecoderStage, mesh: Mesh) -> dict[str, ParameterPlacement]:
+    """Return where each parameter of a stage lies.
+
+    A tied embedding lies on the first and on the last stage, each of which sees a part of its
+    gradient.
+    """
+    placements = placements_of(stage)
+    if stage.shape.tied and mesh.size("pp") > 1 and EMBEDDING in placements:
+        alone = placements[EMBEDDING]
+        placements[EMBEDDING] = attrs.evolve(alone, gradient={**alone.gradient, "pp": Partial()})
+    return placements
 
 
 def build_model(config: RunConfig, shape: ModelShape, mesh: Mesh) -> DecoderStage:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
+from typing import IO
 
 import attrs
 
@@ -12,6 +14,7 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import RunFolderError
 
 CONFIG = "config.json"
+LOCK = "lock"
 METRICS = "metrics.jsonl"
 SUPERSEDED = "metrics.superseded.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -58,11 +61,34 @@ class RunFolder:
                 f"{self.path} already holds a run; continue it with --resume {self.path}, "
                 "or give another --out"
             )
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(f"--out {self.path} is a file; give a folder, or a new name")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             config.save(self.path / CONFIG)
         except OSError as error:
             raise RunFolderError(f"cannot write the run folder {self.path}: {error}") from error
+
+    def lock(self) -> IO[str]:
+        """Keep other runs out of this folder until the returned file is closed.
+
+        The lock ends with the process that holds it, however that ends.
+
+        Raises:
+            RunFolderError: another run holds the folder.
+        """
+        try:
+            file = (self.path / LOCK).open("a")
+        except OSError as error:
+            raise RunFolderError(f"cannot write the run folder {self.path}: {error}") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise RunFolderError(
+                f"another run is writing to {self.path}; wait for it, or stop it first"
+            ) from error
+        return file
 
     def config(self) -> RunConfig:
         """Return the settings the run was begun with.

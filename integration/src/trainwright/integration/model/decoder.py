@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from trainwright.integration.model.blocks import Block, Layers, RMSNorm, rotary_angles
@@ -28,7 +29,8 @@ class DecoderStage(nn.Module):
     """A run of decoder blocks; the first stage embeds tokens, the last one returns logits.
 
     Parameter names are those of the whole model (``model.layers.7.mlp.up_proj.weight`` is the same
-    weight in every layout), so that state dicts of stages join without renaming.
+    weight in every layout), so that state dicts of stages join without renaming. Where embedding
+    and head are tied, both the first and the last stage hold ``model.embed_tokens.weight``.
     """
 
     def __init__(
@@ -46,12 +48,13 @@ class DecoderStage(nn.Module):
         self.is_last = blocks.stop == shape.layers
         numbered = nn.ModuleDict({str(i): Block(shape, layers) for i in blocks})
         self.model = nn.ModuleDict()
-        if self.is_first:
+        if self.is_first or (self.is_last and shape.tied):
             self.model["embed_tokens"] = layers.embedding(shape.vocabulary, shape.width)
         self.model["layers"] = numbered
         if self.is_last:
             self.model["norm"] = RMSNorm(shape.width, shape.norm_epsilon)
-            self.lm_head = layers.column(shape.width, shape.vocabulary)
+            if not shape.tied:
+                self.lm_head = layers.column(shape.width, shape.vocabulary)
         self._blocks: Sequence[nn.Module] = list(numbered.values())
 
     def forward(
@@ -71,14 +74,21 @@ class DecoderStage(nn.Module):
         hidden_BSD = self.runner(self._blocks, hidden_BSD, cos_SE, sin_SE)
         if not self.is_last:
             return hidden_BSD
-        logits_BSV: torch.Tensor = self.lm_head(self.layers.enter(self.model["norm"](hidden_BSD)))
-        return logits_BSV
+        return self._head(self.layers.enter(self.model["norm"](hidden_BSD)))
 
     def loss(
         self, logits_BSV: torch.Tensor, *, labels_BS: torch.Tensor, **_: torch.Tensor
     ) -> torch.Tensor:
         """Return the sum of the token losses, in at least float32; labels are already shifted."""
         return self.layers.cross_entropy(logits_BSV, labels_BS).sum()
+
+    def _head(self, entered_BSD: torch.Tensor) -> torch.Tensor:
+        # A rank's rows of the embedding are its rows of the head: both are cut along V.
+        if self.shape.tied:
+            table_VD = self.model["embed_tokens"].get_parameter("weight")
+            return F.linear(entered_BSD, table_VD)
+        logits_BSV: torch.Tensor = self.lm_head(entered_BSD)
+        return logits_BSV
 
 
 def build_stage(

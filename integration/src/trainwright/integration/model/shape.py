@@ -22,6 +22,7 @@ class ModelShape:
         mlp_width: hidden features of the SwiGLU block.
         rope_base: base of the rotary frequencies.
         norm_epsilon: added to the mean square inside RMSNorm.
+        tied: whether the output head is the embedding's weight.
 
     Raises:
         ConfigError: a size is not positive, or one does not divide the other.
@@ -35,11 +36,12 @@ class ModelShape:
     mlp_width: int = 384
     rope_base: float = 10000.0
     norm_epsilon: float = 1e-5
+    tied: bool = False
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(type(self)):
             value = getattr(self, field.name)
-            if value <= 0:
+            if value <= 0 and field.name != "tied":
                 raise ConfigError(f"model {field.name} must be positive, got {value}")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ConfigError(
@@ -58,18 +60,20 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights, embedding and output head counted separately."""
+        """Number of weights; embedding and output head are one where they are tied."""
         attention = 2 * self.width * self.head_width * (self.heads + self.kv_heads)
         block = attention + 3 * self.width * self.mlp_width + 2 * self.width
-        return self.layers * block + 2 * self.vocabulary * self.width + self.width
+        tables = 1 if self.tied else 2
+        return self.layers * block + tables * self.vocabulary * self.width + self.width
 
 
 PRESETS = {
     "tiny": ModelShape(),
+    "tiny-tied": ModelShape(tied=True),
     "small": ModelShape(width=384, layers=8, heads=8, kv_heads=4, mlp_width=1024),
     "base": ModelShape(width=768, layers=12, heads=12, kv_heads=4, mlp_width=2048),
 }
-"""Named sizes that ``--model`` accepts: about 0.8, 13 and 78 million parameters."""
+"""Named sizes that ``--model`` accepts: about 0.8 (twice), 13 and 78 million parameters."""
 
 
 def preset(name: str) -> ModelShape:
