@@ -16,6 +16,8 @@ from trainwright.pipeline_schedules.notation import action_letters, to_csv
 from trainwright.pipeline_schedules.schedule import Schedule
 from trainwright.pipeline_schedules.simulate import Costs, Simulation, simulate
 from trainwright.pipeline_schedules.verify import verify
+from trainwright.pipeline_schedules.weight_plan import WeightPlan
+from trainwright.pipeline_schedules.weight_traffic import WeightTraffic, peak_live, weight_traffic
 
 __all__ = [
     "NO_MICROBATCH",
@@ -26,6 +28,8 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Simulation",
+    "WeightPlan",
+    "WeightTraffic",
     "action_letters",
     "draw",
     "forward_only",
@@ -33,10 +37,12 @@ __all__ = [
     "lower",
     "one_f_one_b",
     "peak_activations",
+    "peak_live",
     "peak_memory",
     "sequential",
     "simulate",
     "split_layers",
     "to_csv",
     "verify",
+    "weight_traffic",
 ]

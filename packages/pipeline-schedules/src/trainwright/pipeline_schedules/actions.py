@@ -21,7 +21,9 @@ class Kind(enum.IntEnum):
     ``SEND_B`` of stage s goes to the rank of stage s-1, ``RECV_B`` of stage s comes from the rank
     of stage s+1. ``B`` is the whole backward; ``I`` (gradient of the stage's input) and ``W``
     (gradient of its weights) are its two halves. ``F_PAIRED`` is reserved for a forward that
-    overlaps with the backward in the row below it; ``GATHER`` and ``RELEASE`` for sharded weights.
+    overlaps with the backward in the row below it. ``GATHER`` makes a stage's weights whole, which
+    data-parallel ranks share out, ``RELEASE`` gives up all but this rank's part; ``REDUCE`` adds
+    gradients over those ranks.
     """
 
     F = 0
@@ -40,6 +42,12 @@ class Kind(enum.IntEnum):
 
 COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 """The kinds that take the device's time in a simulation."""
+
+WEIGHT_KINDS = (Kind.F, Kind.B, Kind.I)
+"""The kinds that read weights, which therefore stand between GATHER and RELEASE.
+
+W multiplies what I left; where activations are recomputed, I does that.
+"""
 
 SEND_KINDS = (Kind.SEND_F, Kind.SEND_B)
 """The kinds that send a boundary tensor or its gradient."""

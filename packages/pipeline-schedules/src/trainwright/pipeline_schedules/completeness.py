@@ -12,7 +12,7 @@ from trainwright.pipeline_schedules.dependencies import rows_of_kinds
 from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.schedule import Schedule
 
-_NOT_YET = (Kind.F_PAIRED, Kind.GATHER, Kind.RELEASE)
+_NOT_YET = (Kind.F_PAIRED,)
 
 
 def check_known(schedule: Schedule) -> None:
@@ -37,7 +37,7 @@ def check_complete(schedule: Schedule) -> None:
     """Each stage has, for each microbatch, one F and one B (or one I and one W), and no more.
 
     Lowered schedules have in addition one send and one receive for every boundary between ranks,
-    and one reduction a stage.
+    and one reduction a stage, or one for each microbatch; gathers and releases, as they like.
     """
     trained = 0 if schedule.forward_only else 1
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
@@ -54,9 +54,10 @@ def check_complete(schedule: Schedule) -> None:
     _check_counts(schedule, (Kind.RECV_F,), before)
     _check_counts(schedule, (Kind.SEND_B,), before * trained)
     _check_counts(schedule, (Kind.RECV_B,), behind * trained)
-    reductions = np.count_nonzero(schedule.packed[:, 0] == Kind.REDUCE)
-    if reductions or (schedule.lowered and trained):
-        _check_reductions(schedule, trained if schedule.lowered else 0)
+    _check_reductions(schedule, trained if schedule.lowered else 0)
+    if not schedule.lowered:
+        stays = rows_of_kinds(schedule.packed, (Kind.GATHER, Kind.RELEASE))
+        _refuse(schedule, stays, "has no business there: the schedule is not marked as lowered")
 
 
 def _counts(schedule: Schedule, kinds: Sequence[Kind]) -> NDArray[np.int64]:
@@ -100,17 +101,20 @@ def _why_none(schedule: Schedule, kind: Kind) -> str:
     return "the stage has no neighbour on another rank on that side"
 
 
-def _check_reductions(schedule: Schedule, wanted: int) -> None:
+def _check_reductions(schedule: Schedule, trained: int) -> None:
     rows = schedule.packed
     counts = np.bincount(rows[rows[:, 0] == Kind.REDUCE, 1], minlength=schedule.num_stages)
-    wrong = np.flatnonzero(counts != wanted)
+    each = trained * schedule.num_microbatches
+    wrong = np.flatnonzero((counts != trained) & (counts != each))
     if not len(wrong):
         return
     stage = int(wrong[0])
     action = Action(Kind.REDUCE, stage)
     rank = schedule.rank_of_stage[stage]
+    or_each = f", or {each} times, once after each backward" if each > 1 else ""
     raise ScheduleError(
-        f"{action} stands {counts[stage]} times on rank {rank}, it must stand {wanted} times",
+        f"{action} stands {counts[stage]} times on rank {rank}, it must stand {trained} "
+        f"times{or_each}",
         _places(schedule, (Kind.REDUCE,), stage, NO_MICROBATCH),
     )
 

@@ -149,7 +149,7 @@ def waits(schedule: Schedule, latency: NDArray[np.float64] | float = 0.0) -> tup
     and I the B or I of the stage behind; where the schedule is lowered and the stages are on
     different ranks the receive stands between, and waits for its send. The second holds what comes
     from the own stage: for B and I the F, for W the I, for a send what it sends, for a reduction
-    the last weight gradient.
+    its last weight gradient.
 
     Args:
         schedule: Known to be complete.
@@ -177,7 +177,7 @@ def waits(schedule: Schedule, latency: NDArray[np.float64] | float = 0.0) -> tup
         from_behind[:-1][crosses] = row_table(schedule, (Kind.RECV_B,), none)[:-1][crosses]
         _fill(own, schedule, (Kind.SEND_F,), forward)
         _fill(own, schedule, (Kind.SEND_B,), backward)
-        _fill(own, schedule, (Kind.REDUCE,), _last_weight_gradient(schedule)[:, None])
+        _fill_reductions(own, schedule)
     _fill(neighbour, schedule, (Kind.F,), from_before)
     _fill(neighbour, schedule, (Kind.B, Kind.I), from_behind)
     _fill(own, schedule, (Kind.B, Kind.I), forward)
@@ -190,15 +190,34 @@ def _fill(needs: RowNumbers, schedule: Schedule, kinds: Sequence[Kind], table: R
     """Let the rows of these kinds wait for what the table holds at their stage and microbatch."""
     rows = schedule.packed
     chosen = np.flatnonzero(rows_of_kinds(rows, kinds))
-    # The microbatch of a reduction is -1, which finds the only column of its table.
     needs[chosen] = table[rows[chosen, 1], rows[chosen, 2]]
 
 
-def _last_weight_gradient(schedule: Schedule) -> RowNumbers:
-    last = np.full(schedule.num_stages, -1, dtype=np.int32)
-    chosen = np.flatnonzero(rows_of_kinds(schedule.packed, (Kind.B, Kind.W)))
-    np.maximum.at(last, schedule.packed[chosen, 1], chosen.astype(np.int32))
-    return np.where(last < 0, schedule.num_actions, last).astype(np.int32)
+def _fill_reductions(needs: RowNumbers, schedule: Schedule) -> None:
+    """Let the last reduction of a stage wait for its last weight gradient, and so on backwards.
+
+    One reduction so waits for all of them, and of as many as there are gradients each for its own.
+    """
+    reductions, last_reductions = rows_by_stage(schedule, (Kind.REDUCE,))
+    gradients, last_gradients = rows_by_stage(schedule, (Kind.B, Kind.W))
+    stages = schedule.packed[reductions, 1]
+    place = np.arange(len(reductions)) + (last_gradients - last_reductions)[stages + 1]
+    inside = place >= last_gradients[stages]
+    needs[reductions[inside]] = gradients[place[inside]]
+
+
+def rows_by_stage(
+    schedule: Schedule, kinds: Sequence[Kind]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows of some kinds, stage after stage, in order; and each stage's bounds in them.
+
+    Returns:
+        Row numbers ``[n]``, and bounds ``[stages + 1]``.
+    """
+    rows = schedule.packed
+    chosen = np.flatnonzero(rows_of_kinds(rows, kinds))
+    chosen = chosen[np.argsort(rows[chosen, 1], kind="stable")]
+    return chosen, np.searchsorted(rows[chosen, 1], np.arange(schedule.num_stages + 1))
 
 
 def _delays(schedule: Schedule, hop: NDArray[np.float64]) -> NDArray[np.float64] | None:

@@ -16,11 +16,16 @@ _MEANING = {
     Kind.B: "B backward",
     Kind.I: "I input gradient",
     Kind.W: "W weight gradient",
+    Kind.GATHER: "G gather",
+    Kind.REDUCE: "R reduction",
 }
+_LETTER = {Kind.GATHER: "G", Kind.REDUCE: "R"}
 
 
 def draw(run: Schedule | Simulation, *, unit: float | None = None, max_columns: int = 200) -> str:
     """Draw a run as a grid of time and ranks, with microbatch numbers and a legend.
+
+    Gathers and reductions that cost time have a line of their own below that of their rank.
 
     Args:
         run: A simulation, or a schedule, which is then simulated at F = I = W = 1, B = 2.
@@ -37,27 +42,44 @@ def draw(run: Schedule | Simulation, *, unit: float | None = None, max_columns: 
         raise ScheduleError(f"unit must be positive, got {unit}")
     if max_columns < 1:
         raise ScheduleError(f"max_columns must be at least 1, got {max_columns}")
-    grid, hidden = _grid(simulation, column)
-    shown = [line[:max_columns] for line in grid]
-    width = max(len(cell) for line in shown for cell in line)
-    label = max(len(f"rank {rank}") for rank in range(len(shown)))
+    grid, hidden = _lines(simulation, column)
+    shown = [(label, cells[:max_columns]) for label, cells in grid]
+    width = max(len(cell) for _, cells in shown for cell in cells)
+    indent = max(len(label) for label, _ in shown)
     lines = [
-        f"{f'rank {rank}':<{label}} | " + " ".join(cell.ljust(width) for cell in line).rstrip()
-        for rank, line in enumerate(shown)
+        f"{label:<{indent}} | " + " ".join(cell.ljust(width) for cell in cells).rstrip()
+        for label, cells in shown
     ]
-    notes = [_legend(simulation.schedule, column)]
+    notes = [_legend(simulation, column)]
     if hidden:
         notes.append(f"{hidden} actions shorter than a column are not shown")
-    if len(grid[0]) > max_columns:
-        notes.append(f"{len(grid[0]) - max_columns} more columns are not shown")
+    columns = len(grid[0][1])
+    if columns > max_columns:
+        notes.append(f"{columns - max_columns} more columns are not shown")
     return "\n".join([_title(simulation), *lines, *notes])
 
 
-def _grid(simulation: Simulation, unit: float) -> tuple[list[list[str]], int]:
+def _lines(simulation: Simulation, unit: float) -> tuple[list[tuple[str, list[str]]], int]:
+    """For each line of the drawing its label and the text of every column; how many are hidden."""
+    moves = simulation.moves
+    runs = [simulation] if moves is None else [simulation, moves]
+    origin = min(float(run.starts.min()) for run in runs)
+    grids = [_grid(run, unit, origin) for run in runs]
+    ranks = [f"rank {rank}" for rank in range(simulation.schedule.num_ranks)]
+    lines = list(zip(ranks, grids[0][0], strict=True))
+    if moves is not None:
+        pairs = zip(lines, grids[1][0], strict=True)
+        lines = [line for own, below in pairs for line in (own, ("", below))]
+    columns = max(len(cells) for _, cells in lines)
+    padded = [(label, cells + [_IDLE] * (columns - len(cells))) for label, cells in lines]
+    return padded, sum(hidden for _, hidden in grids)
+
+
+def _grid(simulation: Simulation, unit: float, origin: float) -> tuple[list[list[str]], int]:
     """For each rank the text of every column, and how many actions found no column."""
     schedule = simulation.schedule
-    first = _columns(simulation.starts - simulation.starts.min(), unit)
-    last = np.maximum(_columns(simulation.ends - simulation.starts.min(), unit), first + 1)
+    first = _columns(simulation.starts - origin, unit)
+    last = np.maximum(_columns(simulation.ends - origin, unit), first + 1)
     grid = [[_IDLE] * int(last.max()) for _ in schedule.actions]
     free = [0] * schedule.num_ranks
     hidden = 0
@@ -77,6 +99,8 @@ def _columns(times: Times, unit: float) -> NDArray[np.int64]:
 
 
 def _name(schedule: Schedule, action: Action) -> str:
+    if action.kind in _LETTER:
+        return f"{_LETTER[action.kind]}{action.stage}"
     if _has_several_stages_a_rank(schedule):
         return str(action)
     return f"{action.kind.name}{action.microbatch}"
@@ -95,10 +119,14 @@ def _title(simulation: Simulation) -> str:
     )
 
 
-def _legend(schedule: Schedule, unit: float) -> str:
+def _legend(simulation: Simulation, unit: float) -> str:
+    schedule = simulation.schedule
     kinds = np.unique(schedule.packed[:, 0]).tolist()
     words = ", ".join(_MEANING[Kind(kind)] for kind in kinds)
     numbers = "the number is the microbatch"
     if _has_several_stages_a_rank(schedule):
         numbers = "the stage stands before the letter, the microbatch behind it"
+    if simulation.moves is not None:
+        moved = np.unique(simulation.moves.schedule.packed[:, 0]).tolist()
+        words += "; below, of a stage, " + ", ".join(_MEANING[Kind(kind)] for kind in moved)
     return f"{words}; {numbers}; {_GOES_ON} goes on, {_IDLE} idle; a column is {unit:g}"

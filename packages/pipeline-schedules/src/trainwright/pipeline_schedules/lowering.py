@@ -1,4 +1,4 @@
-"""From what is computed to what is also sent, received and reduced."""
+"""From what is computed to what is also sent, received, gathered and reduced."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from numpy.typing import NDArray
 
 from trainwright.pipeline_schedules.actions import NO_MICROBATCH, Kind
 from trainwright.pipeline_schedules.dependencies import Stuck, earliest_times, waits
+from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.schedule import Rows, Schedule
+from trainwright.pipeline_schedules.stays import stays_under
 from trainwright.pipeline_schedules.verify import verify
+from trainwright.pipeline_schedules.weight_plan import WeightPlan
 
-# At one instant messages come first, so that what is ready travels before the next computation.
-_MESSAGE, _REDUCTION, _COMPUTATION = 0, 1, 2
+# At one instant messages come first, so that what is ready travels before the next computation,
+# and a release before the gather that needs its room.
+_MESSAGE, _RELEASE, _REDUCTION, _GATHER, _COMPUTATION = range(5)
 _EXPECTED_COST = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
 
-def lower(schedule: Schedule) -> Schedule:
-    """Add the transfers between ranks, and one reduction a stage after its last weight gradient.
+def lower(schedule: Schedule, weights: WeightPlan | None = None) -> Schedule:
+    """Add the transfers between ranks, reductions, and gathers and releases of sharded weights.
 
     The order cannot deadlock, not even where a send waits for its receive: all computations and
     messages stand in one total order in time (of a run at F = I = W = 1, B = 2), a message when
@@ -26,21 +30,36 @@ def lower(schedule: Schedule) -> Schedule:
     (which for two stages share a peer) stand in the same order on both sides; transports
     without tags pair them right. Neighbouring stages on one rank need no transfer.
 
+    Data-parallel peers run the same list, so that their gathers and reductions meet; these stand
+    in the same total order, so that they cannot deadlock either.
+
+    Args:
+        schedule: What is computed.
+        weights: When weights are gathered and released, and gradients reduced. None: weights are
+            whole all the time, and a stage is reduced once, after its last weight gradient.
+
     Returns:
         The lowered schedule; a lowered one is returned as it is.
 
     Raises:
-        ScheduleError: The schedule does not verify.
+        ScheduleError: The schedule does not verify, the plan does not fit it, or there is a plan
+            and the schedule is lowered already.
     """
-    if schedule.lowered:
+    if schedule.lowered and weights is None:
         return schedule
+    if schedule.lowered:
+        raise ScheduleError(
+            "the schedule is lowered already, so that it cannot follow a weight plan any more; "
+            "lower the schedule of computations with the plan"
+        )
+    plan = WeightPlan(stages=()) if weights is None else weights
     verify(schedule)
     starts, ends = _expected_times(schedule)
     ranks = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
     computations = _Events(schedule.packed, ranks, starts, _COMPUTATION)
-    events = [computations, *_messages(schedule, ends)]
+    events = [computations, *_messages(schedule, ends), *_stays(schedule, plan, starts, ends)]
     if not schedule.forward_only:
-        events.append(_reductions(schedule, ranks, ends))
+        events.append(_reductions(schedule, plan, ends))
     actions = _in_order(events, schedule.num_ranks)
     return Schedule(
         actions,
@@ -95,17 +114,45 @@ def _messages(schedule: Schedule, ends: NDArray[np.float64]) -> list[_Events]:
     return events
 
 
-def _reductions(schedule: Schedule, ranks: NDArray[np.int64], ends: NDArray[np.float64]) -> _Events:
-    """One reduction a stage, when its last weight gradient is there."""
+def _stays(
+    schedule: Schedule,
+    plan: WeightPlan,
+    starts: NDArray[np.float64],
+    ends: NDArray[np.float64],
+) -> list[_Events]:
+    """A gather ahead of each stay, as late as it can overlap what stands before, and a release."""
+    stays = stays_under(schedule, plan)
+    stages = np.array([stay.stage for stay in stays], dtype=np.int32)
+    first = np.array([stay.first for stay in stays], dtype=np.int64)
+    last = np.array([stay.last for stay in stays], dtype=np.int64)
+    owner = np.asarray(schedule.rank_of_stage)[stages]
+    # Where room is short, what stands before must have ended; then the gather overlaps waiting.
+    ahead = np.array([stay.ahead for stay in stays], dtype=np.bool_)
+    begin = np.where(ahead, starts[first - 1], ends[first - 1])
+    begin = np.where(np.isin(first, schedule.offsets[:-1]), 0.0, begin)
+    return [
+        _Events(_whole_stage(Kind.GATHER, stages), owner, begin, _GATHER),
+        _Events(_whole_stage(Kind.RELEASE, stages), owner, ends[last], _RELEASE),
+    ]
+
+
+def _reductions(schedule: Schedule, plan: WeightPlan, ends: NDArray[np.float64]) -> _Events:
+    """One reduction a stage, when its last weight gradient is there, or one for each."""
     rows = schedule.packed
     chosen = np.flatnonzero((rows[:, 0] == Kind.B) | (rows[:, 0] == Kind.W))
-    last = np.zeros(schedule.num_stages)
-    np.maximum.at(last, rows[chosen, 1], ends[chosen])
-    stages = np.arange(schedule.num_stages, dtype=np.int32)
-    reductions = np.stack(
-        [np.full_like(stages, Kind.REDUCE), stages, np.full_like(stages, NO_MICROBATCH)], axis=1
-    )
-    return _Events(reductions, np.asarray(schedule.rank_of_stage), last, _REDUCTION)
+    stages = rows[chosen, 1]
+    times = ends[chosen]
+    if not plan.reduce_each_backward:
+        stages = np.arange(schedule.num_stages, dtype=np.int32)
+        times = np.zeros(schedule.num_stages)
+        np.maximum.at(times, rows[chosen, 1], ends[chosen])
+    owner = np.asarray(schedule.rank_of_stage)[stages]
+    return _Events(_whole_stage(Kind.REDUCE, stages), owner, times, _REDUCTION)
+
+
+def _whole_stage(kind: Kind, stages: NDArray[np.int32]) -> Rows:
+    columns = [np.full_like(stages, kind), stages, np.full_like(stages, NO_MICROBATCH)]
+    return np.stack(columns, axis=1)
 
 
 def _in_order(events: list[_Events], num_ranks: int) -> list[Rows]:

@@ -1,4 +1,4 @@
-"""What a rank holds between a forward and the gradients that need it."""
+"""What a rank holds: activations between F and the last gradient, and gathered weights."""
 
 from __future__ import annotations
 
@@ -42,15 +42,18 @@ def as_value(value: PerStage) -> float | tuple[float, ...]:
 
 @attrs.frozen
 class Memory:
-    """What a stage holds for one microbatch, in any unit; by default 1 from F to the last gradient.
+    """What a stage holds, in any unit; by default 1 for a microbatch from F to the last gradient.
 
     Args:
         forward_to_input: Held from F until B, or until I.
         input_to_weight: Held from I until W.
+        weights: Whole weights of the stage, held from GATHER until RELEASE, whatever the number of
+            microbatches; in a lowered schedule of sharded weights.
     """
 
     forward_to_input: float | tuple[float, ...] = attrs.field(default=1.0, converter=as_value)
     input_to_weight: float | tuple[float, ...] = attrs.field(default=1.0, converter=as_value)
+    weights: float | tuple[float, ...] = attrs.field(default=0.0, converter=as_value)
 
 
 UNIT_MEMORY = Memory()
@@ -67,6 +70,8 @@ def peak_memory(schedule: Schedule, memory: Memory = UNIT_MEMORY) -> NDArray[np.
     change_of_kind[Kind.B] = -first
     change_of_kind[Kind.I] = second - first
     change_of_kind[Kind.W] = -second
+    weights = per_stage("weights", memory.weights, schedule.num_stages)
+    change_of_kind[Kind.GATHER], change_of_kind[Kind.RELEASE] = weights, -weights
     for rank, rows in enumerate(schedule.actions):
         if len(rows):
             held = np.cumsum(change_of_kind[rows[:, 0], rows[:, 1]])

@@ -13,10 +13,12 @@ from trainwright.pipeline_schedules.dependencies import (
     Stuck,
     earliest_times,
     only_compute,
+    rows_of_kinds,
     waits,
 )
 from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.memory import as_value, peak_activations, per_stage
+from trainwright.pipeline_schedules.moves import beside_computation
 from trainwright.pipeline_schedules.schedule import Schedule
 from trainwright.pipeline_schedules.verify import verify
 
@@ -36,6 +38,9 @@ class Costs:
         latency: Time from the end of an action until its result is on another rank; one number or
             one for each boundary between stages (``stages - 1``). Transfers overlap computation
             and do not wait for each other.
+        gather: GATHER, from when it may start until the weights are whole.
+        reduce: REDUCE. Of a lowered schedule; both run beside the computation, on each rank one
+            after the other in the order of its list.
     """
 
     forward: float | tuple[float, ...] = attrs.field(default=1.0, converter=as_value)
@@ -45,6 +50,8 @@ class Costs:
         default=None, converter=attrs.converters.optional(as_value)
     )
     latency: float | tuple[float, ...] = attrs.field(default=0.0, converter=as_value)
+    gather: float | tuple[float, ...] = attrs.field(default=0.0, converter=as_value)
+    reduce: float | tuple[float, ...] = attrs.field(default=0.0, converter=as_value)
 
     def table(self, stages: int) -> NDArray[np.float64]:
         """Cost of each kind on each stage, float64 ``[kinds, stages]``; 0 for other kinds.
@@ -59,11 +66,13 @@ class Costs:
         table[Kind.B] = table[Kind.I] + table[Kind.W]
         if self.backward is not None:
             table[Kind.B] = per_stage("backward", self.backward, stages)
+        table[Kind.GATHER] = per_stage("gather", self.gather, stages)
+        table[Kind.REDUCE] = per_stage("reduce", self.reduce, stages)
         return table
 
 
 UNIT_COSTS = Costs()
-"""F = I = W = 1, B = 2, transfers take no time."""
+"""F = I = W = 1, B = 2, transfers, gathers and reductions take no time."""
 
 
 def _read_only(times: Times) -> Times:
@@ -85,26 +94,25 @@ class Simulation:
         schedule: The computing actions.
         starts: Start of each row of ``schedule.packed``.
         ends: End of each row.
+        moves: GATHERs and REDUCEs, which run beside the computing actions, as a run of their own;
+            None where they cost nothing.
     """
 
     schedule: Schedule
     starts: Times = attrs.field(converter=_read_only, eq=_same_times, hash=False)
     ends: Times = attrs.field(converter=_read_only, eq=_same_times, hash=False)
+    moves: Simulation | None = None
 
     @property
     def makespan(self) -> float:
-        """From the first start of any rank to the last end of any rank."""
-        return float(self.ends.max(initial=0.0) - self.starts.min(initial=np.inf))
+        """From the first start of any rank to the last end of any rank, moves included."""
+        bounds = self._bounds_of_ranks()
+        return max(end for _, end in bounds) - min(start for start, _ in bounds)
 
     @property
     def spans(self) -> tuple[float, ...]:
-        """For each rank the time from its first start to its last end."""
-        return tuple(
-            float(self.ends[rows].max() - self.starts[rows].min())
-            if rows.stop > rows.start
-            else 0.0
-            for rows in self._rank_slices()
-        )
+        """For each rank the time from its first start to its last end, moves included."""
+        return tuple(max(end - start, 0.0) for start, end in self._bounds_of_ranks())
 
     @property
     def span(self) -> float:
@@ -148,6 +156,17 @@ class Simulation:
         """For each stage the most microbatches held between F and the last gradient."""
         return tuple(peak_activations(self.schedule).tolist())
 
+    def _bounds_of_ranks(self) -> list[tuple[float, float]]:
+        """The first start and the last end of each rank; of an idle one infinity and 0."""
+        bounds = [
+            (float(self.starts[rows].min(initial=np.inf)), float(self.ends[rows].max(initial=0.0)))
+            for rows in self._rank_slices()
+        ]
+        if self.moves is None:
+            return bounds
+        pairs = zip(bounds, self.moves._bounds_of_ranks(), strict=True)
+        return [(min(one[0], other[0]), max(one[1], other[1])) for one, other in pairs]
+
     def _rank_slices(self) -> list[slice]:
         bounds = self.schedule.offsets.tolist()
         return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
@@ -165,7 +184,9 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Simulation:
 
     Args:
         schedule: Any schedule that verifies; of a lowered one the computing actions are run, its
-            transfers being what ``latency`` speaks of.
+            transfers being what ``latency`` speaks of, and, where they cost time, its gathers and
+            reductions beside them: a computation waits for the gather of its weights, and a gather
+            or reduction for the computation that stands before it.
         costs: What actions cost.
 
     Raises:
@@ -181,6 +202,16 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Simulation:
     latency = np.zeros(0)
     if schedule.num_stages > 1:
         latency = per_stage("latency", costs.latency, schedule.num_stages - 1)
-    times = earliest_times(computing.offsets, durations, waits(computing, latency))
+    needed = waits(computing, latency)
+    moved = schedule.packed[rows_of_kinds(schedule.packed, (Kind.GATHER, Kind.REDUCE))]
+    if not table[moved[:, 0], moved[:, 1]].any():
+        times = earliest_times(computing.offsets, durations, needed)
+        assert not isinstance(times, Stuck), "a verified schedule runs to its end"
+        return Simulation(computing, *times)
+    lanes = beside_computation(schedule, computing, needed)
+    durations = np.concatenate([durations, table[moved[:, 0], moved[:, 1]]])
+    times = earliest_times(lanes.offsets, durations, lanes.waits)
     assert not isinstance(times, Stuck), "a verified schedule runs to its end"
-    return Simulation(computing, *times)
+    starts, ends = times
+    moves = Simulation(lanes.moves, starts[len(rows) :], ends[len(rows) :])
+    return Simulation(computing, starts[: len(rows)], ends[: len(rows)], moves)

@@ -13,6 +13,12 @@ from trainwright.pipeline_schedules.dependencies import waits
 from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.memory import UNIT_MEMORY, Memory, peak_memory
 from trainwright.pipeline_schedules.schedule import Schedule
+from trainwright.pipeline_schedules.weight_checks import (
+    check_plan,
+    check_reductions_apart,
+    check_stays,
+)
+from trainwright.pipeline_schedules.weight_plan import WeightPlan
 
 Sends = Literal["rendezvous", "buffered"] | int
 """How a send behaves: it waits for its receive, or never, or while so many messages lie there."""
@@ -24,14 +30,18 @@ def verify(
     *,
     memory: Memory = UNIT_MEMORY,
     memory_limit: float | Sequence[float] | None = None,
+    weights: WeightPlan | None = None,
 ) -> None:
     """Prove that a schedule works, or raise an error that names the actions and the reason.
 
     - Known: every action names a stage of its own rank and a microbatch of the step.
     - Complete: each stage has for each microbatch exactly one F and one B (or one I and one W); a
-      lowered schedule exactly one send and one receive for each boundary between ranks and one
-      reduction a stage.
-    - Ordered: on its rank, an action stands after everything it needs.
+      lowered schedule exactly one send and one receive for each boundary between ranks, and one
+      reduction a stage or one for each microbatch.
+    - Ordered: on its rank, an action stands after everything it needs; of several reductions of a
+      stage each between its weight gradient and the next.
+    - Gathered: GATHER and RELEASE of a stage alternate, every F, B and I of it stands between
+      them, and at the end all is released.
     - Matched: between two ranks, messages are received in the order in which they are sent.
     - Free of deadlock: all ranks reach the end. A schedule that is not lowered has no sends; there
       it means that no ranks wait for each other's computations in a circle.
@@ -44,6 +54,8 @@ def verify(
             0 is rendezvous.
         memory: What each stage holds for a microbatch.
         memory_limit: The most a rank may hold, one number or one a rank; None for no limit.
+        weights: The plan that a lowered schedule has to follow: which stages are gathered, how
+            often, how many at once, and how often each is reduced. None: whatever it does.
 
     Raises:
         ScheduleError: It does not work; ``places`` holds the ranks and actions concerned.
@@ -55,7 +67,13 @@ def verify(
     check_ordered(schedule, needed)
     if schedule.lowered:
         check_channels(schedule)
+        check_stays(schedule)
+        check_reductions_apart(schedule)
     check_runs(schedule, needed, capacity)
+    if weights is not None:
+        if not schedule.lowered:
+            raise ScheduleError("only a lowered schedule can follow a weight plan; lower it first")
+        check_plan(schedule, weights)
     if memory_limit is not None:
         _check_memory(schedule, memory, memory_limit)
 

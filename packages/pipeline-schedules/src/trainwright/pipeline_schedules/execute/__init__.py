@@ -7,7 +7,13 @@ from trainwright.pipeline_schedules.execute.errors import (
     PipelineError,
 )
 from trainwright.pipeline_schedules.execute.executor import PipelineExecutor
-from trainwright.pipeline_schedules.execute.protocol import Inputs, Loss, Reducer, Transport
+from trainwright.pipeline_schedules.execute.protocol import (
+    Inputs,
+    Loss,
+    Reducer,
+    Transport,
+    WeightKeeper,
+)
 from trainwright.pipeline_schedules.execute.result import StepResult, Timed
 
 __all__ = [
@@ -23,4 +29,5 @@ __all__ = [
     "TensorSpec",
     "Timed",
     "Transport",
+    "WeightKeeper",
 ]

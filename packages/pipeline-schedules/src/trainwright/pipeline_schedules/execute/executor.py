@@ -19,9 +19,16 @@ from trainwright.pipeline_schedules.execute.program import (
     Program,
     compile_program,
     forward_schedule,
+    gathered_stages,
     require_runnable,
 )
-from trainwright.pipeline_schedules.execute.protocol import Inputs, Loss, Reducer, Transport
+from trainwright.pipeline_schedules.execute.protocol import (
+    Inputs,
+    Loss,
+    Reducer,
+    Transport,
+    WeightKeeper,
+)
 from trainwright.pipeline_schedules.execute.result import StepResult, Timed
 from trainwright.pipeline_schedules.execute.run import Parts, Run, Seed
 from trainwright.pipeline_schedules.execute.stage_runner import KeywordSplit
@@ -29,8 +36,10 @@ from trainwright.pipeline_schedules.execute.transfers import Links
 from trainwright.pipeline_schedules.lowering import lower
 from trainwright.pipeline_schedules.schedule import Schedule
 from trainwright.pipeline_schedules.verify import verify
+from trainwright.pipeline_schedules.weight_plan import WeightPlan
 
 _NO_REDUCERS: Mapping[int, Reducer] = MappingProxyType({})
+_NO_WEIGHTS: Mapping[int, WeightKeeper] = MappingProxyType({})
 _EVALUATION_WINDOW = 2
 _NO_SPAN = contextlib.nullcontext()
 
@@ -47,11 +56,15 @@ class PipelineExecutor:
     Gradients accumulate in ``.grad``, over microbatches and over steps until they are zeroed.
 
     Args:
-        schedule: Lowered, or to be lowered here; of F and B.
+        schedule: Lowered, or to be lowered here; of F and B. Here, the stages that have
+            ``weights`` are gathered once a step; another `WeightPlan` is given to `lower`.
         stages: This rank's stages by their number.
         transport: Carries tensors between the ranks of the pipeline; a ``Communicator`` is one.
         loss: Sum over the tokens of a microbatch, 0-d, at least float32.
         reducers: For some stages, what adds their gradients over data-parallel ranks.
+        weights: For some stages, what makes their sharded weights whole between GATHER and
+            RELEASE, in steps and in evaluations. After each of these, also one that raised, they
+            are released.
         boundary: Declared shapes; a boundary without any sends a header of 256 bytes ahead of
             each output, which the receiving host reads, and shapes may differ each time.
         receive_ahead: Whether receives may be started before sends that stand in front of them.
@@ -59,7 +72,7 @@ class PipelineExecutor:
             None: on CPU only.
 
     Raises:
-        PipelineError: Stages, reducers or transport do not fit the schedule.
+        PipelineError: Stages, reducers, weights or transport do not fit the schedule.
         NotAvailableError: The schedule holds actions that cannot be run yet.
         ScheduleError: The schedule does not verify.
 
@@ -75,25 +88,31 @@ class PipelineExecutor:
         *,
         loss: Loss,
         reducers: Mapping[int, Reducer] = _NO_REDUCERS,
+        weights: Mapping[int, WeightKeeper] = _NO_WEIGHTS,
         boundary: BoundarySpec | None = None,
         receive_ahead: bool | None = None,
     ) -> None:
         require_runnable(schedule)
-        _require_fit(schedule, stages, transport, reducers)
+        _require_fit(schedule, stages, transport)
+        _require_own(schedule, transport, "reducers", reducers)
+        _require_own(schedule, transport, "weights", weights)
         if schedule.lowered:
             verify(schedule)
+            _require_gathered(schedule, transport, weights)
         if receive_ahead is None:
             receive_ahead = transport.device.type == "cpu"
         ranks = schedule.rank_of_stage
         declared = BoundarySpec({}) if boundary is None else boundary
         last = schedule.num_stages - 1
-        self._schedule = lower(schedule)
+        plan = WeightPlan(stages=weights)
+        self._schedule = schedule if schedule.lowered else lower(schedule, plan)
         self._parts = Parts(
             stages=dict(stages),
             links=Links(transport, ranks, declared, receive_ahead),
             loss=loss,
             split=KeywordSplit(stages[last], loss) if last in stages else None,
             reducers=dict(reducers),
+            weights=dict(weights),
         )
         self._program = self._compile(self._schedule)
         self._evaluations: dict[int, Program] = {}
@@ -155,16 +174,17 @@ class PipelineExecutor:
             The loss sum, on the rank of the last stage.
         """
         if num_microbatches not in self._evaluations:
-            schedule = forward_schedule(self._schedule, num_microbatches)
+            rank = self._parts.links.transport.rank
+            schedule = forward_schedule(self._schedule, rank, num_microbatches)
             self._evaluations[num_microbatches] = self._compile(schedule)
         run = Run(self._parts, inputs, None, window=_EVALUATION_WINDOW)
         with torch.no_grad(), _evaluation_mode(self._parts.stages):
             return self._execute(self._evaluations[num_microbatches], run, timed)
 
     def _compile(self, schedule: Schedule) -> Program:
-        links = self._parts.links
+        parts, links = self._parts, self._parts.links
         rank = links.transport.rank
-        return compile_program(schedule, rank, self._parts.reducers, links.receive_ahead)
+        return compile_program(schedule, rank, parts.reducers, parts.weights, links.receive_ahead)
 
     def _execute(self, program: Program, run: Run, timed: bool) -> StepResult:
         # Asked once a run: opening a range costs more than starting most transfers.
@@ -182,15 +202,17 @@ class PipelineExecutor:
             instruction = None
             loss_sum = run.finish()
         except BaseException as cause:
-            self._give_up(cause, instruction)
+            self._give_up(cause, instruction, run)
             raise
         return StepResult(loss_sum, tuple(timeline) if timed else None)
 
-    def _give_up(self, cause: BaseException, instruction: Instruction | None) -> None:
-        """Say where it happened, and tell the peers unless they told us."""
+    def _give_up(self, cause: BaseException, instruction: Instruction | None, run: Run) -> None:
+        """Say where it happened, release weights, and tell the peers unless they told us."""
         transport = self._parts.links.transport
         place = "pipeline: last sends" if instruction is None else instruction.label
         cause.add_note(f"in {place} on rank {transport.rank} of the pipeline")
+        for failure in run.release_all():
+            cause.add_note(f"and releasing weights failed: {failure!r}")
         abort = getattr(transport, "abort", None)
         if abort is None or transport.size == 1 or isinstance(cause, PeerFailedError):
             return
@@ -209,7 +231,6 @@ def _require_fit(
     schedule: Schedule,
     stages: Mapping[int, torch.nn.Module],
     transport: Transport,
-    reducers: Mapping[int, Reducer],
 ) -> None:
     if transport.size != schedule.num_ranks:
         raise PipelineError(
@@ -222,11 +243,30 @@ def _require_fit(
             f"rank {transport.rank} of the pipeline owns stages {list(own)} by the schedule, "
             f"got modules for stages {sorted(stages)}"
         )
-    foreign = sorted(set(reducers) - set(own))
+
+
+def _require_own(
+    schedule: Schedule, transport: Transport, name: str, given: Mapping[int, object]
+) -> None:
+    own = schedule.stages_of(transport.rank)
+    foreign = sorted(set(given) - set(own))
     if foreign:
         raise PipelineError(
-            f"reducers are given for stages {foreign}, but rank {transport.rank} of the pipeline "
+            f"{name} are given for stages {foreign}, but rank {transport.rank} of the pipeline "
             f"owns stages {list(own)}"
+        )
+
+
+def _require_gathered(
+    schedule: Schedule, transport: Transport, weights: Mapping[int, WeightKeeper]
+) -> None:
+    own = set(schedule.stages_of(transport.rank))
+    gathered = sorted(own.intersection(gathered_stages(schedule)))
+    if gathered != sorted(weights):
+        raise PipelineError(
+            f"the lowered schedule gathers stages {gathered} of rank {transport.rank} of the "
+            f"pipeline, but weights are given for stages {sorted(weights)}; lower it with a "
+            f"WeightPlan of the stages that have weights"
         )
 
 

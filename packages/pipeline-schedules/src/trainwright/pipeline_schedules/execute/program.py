@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import attrs
 import numpy as np
 
 from trainwright.pipeline_schedules.actions import NO_MICROBATCH, Action, Kind
 from trainwright.pipeline_schedules.execute.errors import NotAvailableError
-from trainwright.pipeline_schedules.execute.protocol import Reducer
+from trainwright.pipeline_schedules.execute.protocol import Reducer, WeightKeeper
 from trainwright.pipeline_schedules.lowering import lower
 from trainwright.pipeline_schedules.schedule import Rows, Schedule
+from trainwright.pipeline_schedules.weight_plan import WeightPlan
+from trainwright.pipeline_schedules.weight_traffic import peak_live, weight_traffic
 
 
 class Operation(enum.Enum):
@@ -28,6 +30,9 @@ class Operation(enum.Enum):
     BACKWARD = "B"
     SEND_GRADIENT = "SEND_B"
     REDUCE = "REDUCE"
+    GATHER = "GATHER"
+    AWAIT_WEIGHTS = "wait for weights"
+    RELEASE = "RELEASE"
 
 
 @attrs.frozen(eq=False)
@@ -59,17 +64,20 @@ _OPERATION_OF_KIND = {
     Kind.SEND_B: Operation.SEND_GRADIENT,
     Kind.RECV_B: Operation.EXPECT_GRADIENT,
     Kind.REDUCE: Operation.REDUCE,
+    Kind.GATHER: Operation.GATHER,
+    Kind.RELEASE: Operation.RELEASE,
 }
 _COMPUTATIONS = (Kind.F, Kind.B)
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _MESSAGES = (Kind.SEND_F, Kind.SEND_B, *_RECEIVES)
+_STAYS = (Kind.GATHER, Kind.RELEASE)
 
 
 def require_runnable(schedule: Schedule) -> None:
     """Refuse a schedule with actions that this version cannot run.
 
     Raises:
-        NotAvailableError: It splits the backward, pairs F with B, or gathers weights.
+        NotAvailableError: It splits the backward or pairs F with B.
     """
     kinds = {Kind(kind) for kind in np.unique(schedule.packed[:, 0]).tolist()}
     unknown = sorted(kind.name for kind in kinds - _OPERATION_OF_KIND.keys())
@@ -81,39 +89,74 @@ def require_runnable(schedule: Schedule) -> None:
 
 
 def compile_program(
-    schedule: Schedule, rank: int, reducers: Mapping[int, Reducer], receive_ahead: bool
+    schedule: Schedule,
+    rank: int,
+    reducers: Mapping[int, Reducer],
+    weights: Mapping[int, WeightKeeper],
+    receive_ahead: bool,
 ) -> Program:
     """Turn a lowered schedule's list for one rank into instructions.
 
     Receives are started earlier than the list says, so that transfers overlap with computation:
     before the computation that stands in front of them. Where ``receive_ahead`` is False, a
     receive never passes another message, so that transports that pair messages by order alone
-    see the proven order.
+    see the proven order. Gathers are waited for by the first computation that needs them.
     """
     actions = _start_receives_early(schedule.program(rank), receive_ahead)
-    last_backwards = _last_of_each_reducer(actions, Kind.B, reducers)
-    reductions = _last_of_each_reducer(actions, Kind.REDUCE, reducers)
+    last_backwards, reductions = _reductions(actions, reducers)
     expected = {(action.kind, action.stage, action.microbatch) for action in actions}
+    keeping = _Keeping(weights)
     instructions: list[Instruction] = []
     for number, action in enumerate(actions):
         key = (action.stage, action.microbatch)
         if action.kind is Kind.REDUCE and number not in reductions:
             continue
+        if action.kind in _STAYS and not keeping.changes(action):
+            continue
         if action.kind is Kind.F and (Kind.RECV_F, *key) in expected:
             instructions.append(_instruction(Operation.AWAIT_INPUT, *key))
         if action.kind is Kind.B and (Kind.RECV_B, *key) in expected:
             instructions.append(_instruction(Operation.AWAIT_GRADIENT, *key))
+        if action.kind in _COMPUTATIONS and keeping.must_wait(action.stage):
+            instructions.append(_instruction(Operation.AWAIT_WEIGHTS, *key))
         if number in last_backwards:
             instructions.append(_instruction(Operation.LAST_BACKWARD, *key))
         instructions.append(_instruction(_OPERATION_OF_KIND[action.kind], *key))
     return Program(tuple(instructions), _peak_in_flight(actions))
 
 
-def forward_schedule(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """Forwards alone, lowered, with the stages where another schedule has them.
+class _Keeping:
+    """Which keepers are gathered: one may serve several stages, and then counts them."""
+
+    def __init__(self, weights: Mapping[int, WeightKeeper]) -> None:
+        self._weights = weights
+        self._stages: dict[int, int] = dict.fromkeys(map(id, weights.values()), 0)
+        self._started: set[int] = set()
+
+    def changes(self, action: Action) -> bool:
+        """Whether this GATHER is its keeper's first, or this RELEASE its last."""
+        keeper = id(self._weights[action.stage])
+        self._stages[keeper] += 1 if action.kind is Kind.GATHER else -1
+        if action.kind is Kind.RELEASE:
+            self._started.discard(keeper)
+            return self._stages[keeper] == 0
+        self._started.add(keeper)
+        return self._stages[keeper] == 1
+
+    def must_wait(self, stage: int) -> bool:
+        """Whether a computation is the first that needs what was gathered."""
+        keeper = id(self._weights.get(stage))
+        started = keeper in self._started
+        self._started.discard(keeper)
+        return started
+
+
+def forward_schedule(schedule: Schedule, rank: int, num_microbatches: int) -> Schedule:
+    """Forwards alone, lowered, with the stages where another lowered schedule has them.
 
     Rounds of as many microbatches as there are ranks; in a round, each rank runs its stages in
     order, each with all microbatches of the round, so that several chunks a rank still overlap.
+    What the other schedule gathers is gathered here, as much of it at once as ``rank`` has there.
     """
     width = schedule.num_ranks
     rounds = -(-num_microbatches // width)
@@ -125,7 +168,15 @@ def forward_schedule(schedule: Schedule, num_microbatches: int) -> Schedule:
         rows = np.stack(columns, axis=-1).reshape(-1, 3)
         actions.append(rows[rows[:, 2] < num_microbatches].astype(np.int32))
     ranks = schedule.rank_of_stage
-    return lower(Schedule(actions, ranks, num_microbatches, "forward-only", forward_only=True))
+    forwards = Schedule(actions, ranks, num_microbatches, "forward-only", forward_only=True)
+    keep = max(1, int(peak_live(schedule)[rank]))
+    return lower(forwards, WeightPlan(stages=gathered_stages(schedule), keep=keep))
+
+
+def gathered_stages(schedule: Schedule) -> tuple[int, ...]:
+    """The stages of a lowered schedule that are gathered."""
+    traffic = weight_traffic(schedule)
+    return tuple(stage for stage, moved in enumerate(traffic) if moved.gathers)
 
 
 def _instruction(operation: Operation, stage: int, microbatch: int) -> Instruction:
@@ -155,18 +206,36 @@ def _start_receives_early(actions: Sequence[Action], receive_ahead: bool) -> lis
     return early
 
 
-def _last_of_each_reducer(
-    actions: Sequence[Action], kind: Kind, reducers: Mapping[int, Reducer]
-) -> set[int]:
-    """The places of each reducer's last action of a kind.
+def _reductions(
+    actions: Sequence[Action], reducers: Mapping[int, Reducer]
+) -> tuple[set[int], set[int]]:
+    """Where backwards stand that complete gradients, and where the reductions of these.
 
-    One reducer may serve several stages: what it does at the end counts once, after all of them.
+    One reducer may serve several stages: their last reductions count once, after all of them, so
+    do the last but one of each, and so on.
     """
-    last: dict[int, int] = {}
+    numbers: dict[int, list[int]] = {}
     for number, action in enumerate(actions):
-        if action.kind is kind and action.stage in reducers:
-            last[id(reducers[action.stage])] = number
-    return set(last.values())
+        if action.kind is Kind.REDUCE and action.stage in reducers:
+            numbers.setdefault(action.stage, []).append(number)
+    places: dict[int, dict[int, int]] = {}  # for each reducer, by the number counted from the last
+    for stage, own in numbers.items():
+        latest = places.setdefault(id(reducers[stage]), {})
+        for from_last, number in enumerate(reversed(own)):
+            latest[from_last] = max(number, latest.get(from_last, number))
+    last_backwards: set[int] = set()
+    reductions: set[int] = set()
+    for reducer, latest in places.items():
+        stages = {stage for stage in numbers if id(reducers[stage]) == reducer}
+        for place in latest.values():
+            reductions.add(place)
+            last_backwards.add(_last_backward_before(actions, place, stages))
+    return last_backwards, reductions
+
+
+def _last_backward_before(actions: Sequence[Action], place: int, stages: Container[int]) -> int:
+    before = reversed(range(place))
+    return next(n for n in before if actions[n].kind is Kind.B and actions[n].stage in stages)
 
 
 def _peak_in_flight(actions: Iterable[Action]) -> int:

@@ -1,4 +1,4 @@
-"""What the executor needs from others: a transport, reducers, inputs and a loss."""
+"""What the executor needs from others: a transport, reducers, weight keepers, inputs, a loss."""
 
 from __future__ import annotations
 
@@ -63,4 +63,26 @@ class Reducer(Protocol):
 
     def reduce(self) -> None:
         """Start the reductions that are not under way yet."""
+        ...
+
+
+@runtime_checkable
+class WeightKeeper(Protocol):
+    """Makes one stage's weights, of which each data-parallel rank keeps a part, whole for a while.
+
+    The weights are read between `await_weights` and `release` only. Between runs, and after one
+    that raised, they are released. A keeper may serve several stages: it is gathered with the
+    first of those that need it and released when none does.
+    """
+
+    def gather(self) -> None:
+        """Start to make the weights whole; where that was started already, nothing happens."""
+        ...
+
+    def await_weights(self) -> None:
+        """Let what this thread computes from now on see the whole weights."""
+        ...
+
+    def release(self) -> None:
+        """Give up all but this rank's part; also right after `gather`, and where it has no more."""
         ...

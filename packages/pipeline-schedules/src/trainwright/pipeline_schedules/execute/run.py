@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from trainwright.pipeline_schedules.execute.boundary import Crossing
 from trainwright.pipeline_schedules.execute.errors import PipelineError
 from trainwright.pipeline_schedules.execute.program import Instruction, Operation
-from trainwright.pipeline_schedules.execute.protocol import Inputs, Loss, Reducer
+from trainwright.pipeline_schedules.execute.protocol import Inputs, Loss, Reducer, WeightKeeper
 from trainwright.pipeline_schedules.execute.stage_runner import (
     Flight,
     KeywordSplit,
@@ -37,6 +37,7 @@ class Parts:
     loss: Loss
     split: KeywordSplit | None
     reducers: Mapping[int, Reducer]
+    weights: Mapping[int, WeightKeeper]
 
     @property
     def last_stage(self) -> int:
@@ -89,6 +90,7 @@ class Run:
         self._gradients: dict[Slot, list[torch.Tensor]] = {}
         self._leaving_gradients: dict[Slot, list[torch.Tensor]] = {}
         self._loss_sum: torch.Tensor | None = None
+        self._gathered: dict[int, WeightKeeper] = {}
 
     def perform(self, instruction: Instruction) -> None:
         """Do what one instruction says."""
@@ -101,6 +103,31 @@ class Run:
             device = self._parts.links.transport.device
             return torch.zeros((), dtype=torch.float64, device=device)
         return self._loss_sum
+
+    def release_all(self) -> list[Exception]:
+        """Release what is gathered, after a failure; gives back what failed on top of it."""
+        failures: list[Exception] = []
+        while self._gathered:
+            _, keeper = self._gathered.popitem()
+            try:
+                keeper.release()
+            except Exception as failure:
+                failures.append(failure)
+        return failures
+
+    def _gather(self, instruction: Instruction) -> None:
+        keeper = self._parts.weights[instruction.stage]
+        # Noted first: what raises half-way has to be released too.
+        self._gathered[id(keeper)] = keeper
+        keeper.gather()
+
+    def _await_weights(self, instruction: Instruction) -> None:
+        self._parts.weights[instruction.stage].await_weights()
+
+    def _release(self, instruction: Instruction) -> None:
+        keeper = self._parts.weights[instruction.stage]
+        keeper.release()
+        del self._gathered[id(keeper)]
 
     def _expect_input(self, instruction: Instruction) -> None:
         self._transfers.expect_input(_slot(instruction))
@@ -206,6 +233,9 @@ _HANDLERS: Mapping[Operation, Callable[[Run, Instruction], None]] = {
     Operation.BACKWARD: Run._backward,
     Operation.SEND_GRADIENT: Run._send_gradient,
     Operation.REDUCE: Run._reduce,
+    Operation.GATHER: Run._gather,
+    Operation.AWAIT_WEIGHTS: Run._await_weights,
+    Operation.RELEASE: Run._release,
 }
 
 
