@@ -207,7 +207,11 @@ def with_hook() -> nn.Module:
         (lambda: nn.Linear(3, 2, bias=False), another_object, "replaced the parameter x.weight"),
         (lambda: Holder(b=torch.ones(2)), leave, "left 2 of 2 elements of the buffer x.b"),
         (lambda: Holder(b=torch.ones(2, dtype=torch.int64)), leave, "the buffer x.b without"),
-        (lambda: Holder(b=torch.ones(2) > 0), leave, "let it write b of Holder in place"),
+        (
+            lambda: Holder(b=torch.empty(2, dtype=torch.bool)),
+            leave,
+            "let it write b of Holder in place",
+        ),
         (lambda: Holder(b=torch.ones(2)), seeded_reset(0), r"x \(Holder\) has no reset_param.* b "),
         (with_attribute, leave, "meta tensor scale.*use register_buffer"),
         (with_hook, leave, r"weight of x \(Linear\) has hooks.*register them after"),

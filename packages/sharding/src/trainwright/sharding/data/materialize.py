@@ -147,7 +147,7 @@ def _allocate(name: str, module: nn.Module, device: torch.device) -> _FreshModul
     for key, meta in _direct(module):
         if not meta.is_meta:
             continue
-        memory = torch.empty_like(meta, device=device, requires_grad=False)
+        memory = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
         if memory.is_floating_point() or memory.is_complex():
             memory.fill_(torch.nan)
         is_parameter = key in module._parameters
