@@ -91,7 +91,7 @@ def train(session: nox.Session) -> None:
     with Timer(session):
         prepare(session, *PROJECTS)
         smoke = ["--steps", "20", "--evaluate-sequences", "32", "--out", session.create_tmp()]
-        full = ["--steps", "300", "--lr", "5e-3", "--warmup", "30"]
+        full = ["--steps", "330", "--lr", "5e-3", "--warmup", "30"]
         chosen = ["--layout", "dp=2,tp=2,pp=2", *(full if NAMED else smoke)]
         if "--resume" in session.posargs:
             chosen = []
