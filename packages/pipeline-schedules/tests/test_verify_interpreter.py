@@ -9,12 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.pipeline_schedules import Action, Kind, Schedule, ScheduleError, lower, verify
+from trainwright.pipeline_schedules import (
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+    WeightPlan,
+    lower,
+    verify,
+)
 from trainwright.pipeline_schedules.testing import (
     damages,
     from_text,
     generated_schedules,
     valid_schedules,
+    weight_plans,
 )
 from trainwright.pipeline_schedules.verify import Sends
 
@@ -42,8 +51,20 @@ def rule(schedule: Schedule, action: Action) -> tuple[list[str], list[tuple[str,
         Kind.RECV_F: ([], [("input", s)]),
         Kind.SEND_B: (["backward"], []),
         Kind.RECV_B: ([], [("gradient", s)]),
-        Kind.REDUCE: (["weights"], []),
     }[action.kind]
+
+
+def stage_rule(schedule: Schedule, action: Action, whole: set[int], done: int, before: int) -> bool:
+    """Whether a stage's weights can be gathered or released, or its gradients reduced, now.
+
+    ``done`` weight gradients of the stage are there, and ``before`` reductions of it are over.
+    """
+    if action.kind == Kind.GATHER:
+        return action.stage not in whole
+    if action.kind == Kind.RELEASE:
+        return action.stage in whole
+    every = [a for _, a in schedule].count(action) == 1
+    return done == (schedule.num_microbatches if every else before + 1)
 
 
 def runs_to_its_end(schedule: Schedule, capacity: int | None) -> bool:
@@ -51,15 +72,27 @@ def runs_to_its_end(schedule: Schedule, capacity: int | None) -> bool:
     owner, m, last = schedule.rank_of_stage, schedule.num_microbatches, schedule.num_stages - 1
     left = [deque(schedule.program(rank)) for rank in range(schedule.num_ranks)]
     facts = {("input", 0, i) for i in range(m)}
+    sharded = {a.stage for _, a in schedule if a.kind in (Kind.GATHER, Kind.RELEASE)}
+    whole: set[int] = set()
+    reduced: Counter[int] = Counter()
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
 
     def step(rank: int) -> bool:
         if not left[rank]:
             return False
         a = left[rank][0]
+        if a.kind in (Kind.GATHER, Kind.RELEASE, Kind.REDUCE):
+            done = sum(("weights", a.stage, i) in facts for i in range(m))
+            if not stage_rule(schedule, a, whole, done, reduced[a.stage]):
+                return False
+            whole.symmetric_difference_update([] if a.kind == Kind.REDUCE else [a.stage])
+            reduced[a.stage] += a.kind == Kind.REDUCE
+            left[rank].popleft()
+            return True
         needed, made = rule(schedule, a)
-        numbers = range(m) if a.kind == Kind.REDUCE else [a.microbatch]
-        if any((fact, a.stage, i) not in facts for fact in needed for i in numbers):
+        if any((fact, a.stage, a.microbatch) not in facts for fact in needed):
+            return False
+        if a.kind in (F, B, I) and a.stage in sharded - whole:
             return False
         toward = {Kind.SEND_F: 1, Kind.SEND_B: -1, Kind.RECV_F: -1, Kind.RECV_B: 1}.get(a.kind, 0)
         peer = owner[a.stage + toward] if 0 <= a.stage + toward <= last else rank
@@ -80,7 +113,7 @@ def runs_to_its_end(schedule: Schedule, capacity: int | None) -> bool:
 
     while any(step(rank) for rank in range(schedule.num_ranks)):
         pass
-    return not any(left)
+    return not any(left) and not whole
 
 
 def does_each_thing_once(schedule: Schedule) -> bool:
@@ -97,7 +130,10 @@ def does_each_thing_once(schedule: Schedule) -> bool:
         kinds = (W, Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
         if counted + [count[Action(kind, s, i)] for kind in kinds] != wanted:
             return False
-    return all(count[Action(Kind.REDUCE, s)] == schedule.lowered * back for s in stages)
+    stays = [a for a in count if a.kind in (Kind.GATHER, Kind.RELEASE)]
+    reduced = {schedule.lowered * back, schedule.lowered * back * schedule.num_microbatches}
+    right = all(count[Action(Kind.REDUCE, s)] in reduced for s in stages)
+    return right and (schedule.lowered or not stays)
 
 
 def accepted(schedule: Schedule, send: Sends) -> bool:
@@ -113,11 +149,15 @@ def interpreted(schedule: Schedule, send: Sends) -> bool:
     return does_each_thing_once(schedule) and runs_to_its_end(schedule, capacity)  # type: ignore[arg-type]
 
 
-@given(schedule=st.one_of(generated_schedules(), valid_schedules()), send=st.sampled_from(SENDS))
+@given(
+    schedule=st.one_of(generated_schedules(), valid_schedules()),
+    send=st.sampled_from(SENDS),
+    plan=weight_plans(),
+)
 def test_valid_schedules_and_their_lowerings_work_with_every_kind_of_send(
-    schedule: Schedule, send: Sends
+    schedule: Schedule, send: Sends, plan: WeightPlan
 ) -> None:
-    for one in (schedule, lower(schedule)):
+    for one in (schedule, lower(schedule), lower(schedule, plan)):
         verify(one, send)
         assert interpreted(one, send)
 
@@ -127,14 +167,19 @@ def test_valid_schedules_and_their_lowerings_work_with_every_kind_of_send(
     schedule=st.one_of(
         generated_schedules(max_stages=4, max_microbatches=4), valid_schedules(max_microbatches=3)
     ),
+    plan=st.one_of(st.none(), weight_plans()),
     with_transfers=st.booleans(),
     send=st.sampled_from(SENDS),
     data=st.data(),
 )
 def test_a_damaged_schedule_is_accepted_exactly_when_the_interpreter_runs_it(
-    schedule: Schedule, with_transfers: bool, send: Sends, data: st.DataObject
+    schedule: Schedule,
+    plan: WeightPlan | None,
+    with_transfers: bool,
+    send: Sends,
+    data: st.DataObject,
 ) -> None:
-    whole = lower(schedule) if with_transfers else schedule
+    whole = lower(schedule, plan) if with_transfers else schedule
     damaged = data.draw(damages(whole))
     assert accepted(damaged, send) == interpreted(damaged, send)
 

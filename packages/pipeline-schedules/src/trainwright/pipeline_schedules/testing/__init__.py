@@ -1,4 +1,4 @@
-"""What tests of schedules draw: sizes, valid schedules of any shape, small damages, text."""
+"""What tests of schedules draw: sizes, valid schedules of any shape, plans, damages, text."""
 
 from trainwright.pipeline_schedules.testing.damages import damages
 from trainwright.pipeline_schedules.testing.strategies import (
@@ -6,6 +6,7 @@ from trainwright.pipeline_schedules.testing.strategies import (
     generated_schedules,
     ownerships,
     valid_schedules,
+    weight_plans,
 )
 from trainwright.pipeline_schedules.testing.text import from_text
 
@@ -16,4 +17,5 @@ __all__ = [
     "generated_schedules",
     "ownerships",
     "valid_schedules",
+    "weight_plans",
 ]

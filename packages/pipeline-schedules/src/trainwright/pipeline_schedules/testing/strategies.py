@@ -14,6 +14,7 @@ from trainwright.pipeline_schedules.generate import (
     sequential,
 )
 from trainwright.pipeline_schedules.schedule import Schedule
+from trainwright.pipeline_schedules.weight_plan import WeightPlan
 
 GENERATORS: Mapping[str, Callable[[int, int], Schedule]] = {
     "sequential": sequential,
@@ -72,3 +73,13 @@ def valid_schedules(
         if kind == Kind.I:
             ready.append(Action(Kind.W, stage, microbatch))
     return Schedule(programs, rank_of_stage, microbatches, "drawn")
+
+
+def weight_plans(*, max_kept: int = 3) -> st.SearchStrategy[WeightPlan]:
+    """Plans for the weights of all stages, of none, or of the first."""
+    return st.builds(
+        WeightPlan,
+        stages=st.sampled_from([None, None, (), (0,)]),
+        keep=st.one_of(st.none(), st.integers(0, max_kept)),
+        reduce_each_backward=st.booleans(),
+    )
