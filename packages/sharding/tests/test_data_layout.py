@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainwright.sharding.data import GroupKey, GroupLayout, ShardPolicy
 from trainwright.sharding.data.layout import LayoutEntry, launch_order, plan_groups
-from trainwright.sharding.errors import NotAvailableError, ShardingError
+from trainwright.sharding.errors import ShardingError
 
 DENSE = GroupKey(("dp", "cp"), ("dp", "cp", "tp"), torch.float32, torch.float32)
 NORMS = GroupKey(("dp", "cp", "tp"), ("dp", "cp", "tp"), torch.float32, torch.float32)
@@ -120,12 +120,6 @@ def test_where_sharded_parameters_have_other_sizes_replicated_ones_still_lie_ali
         return [bucket for group, bucket in launch_order(layout) if group.key == NORMS]
 
     assert order(drawn["entries"]) == order(there)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_stages_to_come_say_that_they_are_not_available_yet(stage: int) -> None:
-    with pytest.raises(NotAvailableError, match=f"stage {stage} is not available yet"):
-        ShardPolicy(stage=stage)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainwright.collectives import Communicator, LocalWorld, SingleCommunicator
 from trainwright.sharding.data import Piece, ShardPolicy, data_parallel
-from trainwright.sharding.errors import NotAvailableError, ShardingError
+from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.mesh import Mesh, MeshShape
 from trainwright.sharding.placement import ParameterPlacement, Partial
 
@@ -238,13 +238,6 @@ def test_a_tied_weight_placed_in_two_ways_is_refused() -> None:
 
     with pytest.raises(ShardingError, match=r"embedding.weight and head.weight are one parameter"):
         data_parallel(Tied(), lone_mesh(), placements=placements)
-
-
-def test_sums_over_pipeline_stages_are_not_available_yet() -> None:
-    placement = ParameterPlacement.replicated((1, 1), {"pp": Partial()})
-
-    with pytest.raises(NotAvailableError, match="weight: gradients summed over pipeline stages"):
-        data_parallel(nn.Linear(1, 1), lone_mesh(), placements={"weight": placement})
 
 
 def test_a_weight_dtype_that_nothing_computes_in_is_refused() -> None:

@@ -1,148 +1,183 @@
-"""Allocates the flat buffers of a group and cuts its buckets and pieces out of them."""
+"""Allocates the flat buffers of a bucket and cuts its pieces out of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
-import attrs
 import torch
 from torch import nn
 
-from trainwright.collectives import Communicator, ShardSpec, SingleCommunicator
-from trainwright.sharding.data.buckets import Bucket, KeptPiece, Member
-from trainwright.sharding.data.layout import BucketLayout, GroupKey, GroupLayout, ParameterRange
+from trainwright.sharding.data.axes import DataAxes
+from trainwright.sharding.data.axes import data_communicator as data_communicator
+from trainwright.sharding.data.buckets import Bucket, KeptPiece
+from trainwright.sharding.data.gradients import FlatGradients
+from trainwright.sharding.data.layout import BucketLayout, GroupKey, ParameterRange
+from trainwright.sharding.data.members import Member
 from trainwright.sharding.data.parameters import ModelParameter
 from trainwright.sharding.data.piece import Piece
-from trainwright.sharding.data.policy import ShardPolicy
-from trainwright.sharding.mesh import Mesh
-
-
-@attrs.frozen(eq=False)
-class FlatBuffers:
-    """The contiguous memory of one group.
-
-    Args:
-        weights: What the module's parameters are views of.
-        gradients: Where their gradients accumulate.
-        masters: All weights in the masters' dtype; ``weights`` itself where the dtypes agree.
-        data: Joins the ranks that gradients are summed over first.
-        partial: Joins the ranks whose sums are added afterwards, one an axis.
-    """
-
-    weights: torch.Tensor
-    gradients: torch.Tensor
-    masters: torch.Tensor
-    data: Communicator
-    partial: tuple[Communicator, ...]
-
-
-def data_communicator(mesh: Mesh, key: GroupKey) -> Communicator:
-    """Return what joins the ranks that a group's buckets are reduced over and cut for."""
-    if not key.data_axes:
-        return SingleCommunicator(device=mesh.world.device)
-    return mesh.communicator(*key.data_axes)
-
-
-def allocate(
-    group: GroupLayout, entries: Mapping[str, ModelParameter], mesh: Mesh, *, broadcast: bool
-) -> FlatBuffers:
-    """Return buffers of a group with the weights copied in and all padding zero."""
-    key = group.key
-    ranges = [part for bucket in group.buckets for part in bucket.parameters]
-    device = entries[ranges[0].name].parameter.device
-    masters = torch.zeros(group.numel, dtype=key.master_dtype, device=device)
-    for part in ranges:
-        parameter = entries[part.name].parameter
-        masters[part.start : part.stop].view(parameter.shape).copy_(parameter)
-    if broadcast:
-        broadcast_first(masters, key.replicated_axes, mesh)
-    return FlatBuffers(
-        masters if key.weight_dtype == key.master_dtype else masters.to(key.weight_dtype),
-        torch.zeros_like(masters),
-        masters,
-        data_communicator(mesh, key),
-        tuple(mesh.communicator(axis) for axis in key.partial_axes if mesh.size(axis) > 1),
-    )
-
-
-def broadcast_first(tensor: torch.Tensor, axes: Iterable[str], mesh: Mesh) -> None:
-    """Copy the tensor of the rank with coordinate 0 on all ``axes`` to every rank along them."""
-    for axis in axes:
-        if mesh.size(axis) > 1:
-            mesh.communicator(axis).broadcast(tensor, 0).wait()
+from trainwright.sharding.data.policy import WEIGHT_DTYPES, ShardPolicy
+from trainwright.sharding.data.weights import FlatWeights
 
 
 def make_bucket(
     plan: BucketLayout,
-    buffers: FlatBuffers,
+    key: GroupKey,
     entries: Mapping[str, ModelParameter],
+    axes: DataAxes,
     policy: ShardPolicy,
 ) -> Bucket:
-    """Let the parameters of a bucket be views of the buffers and cut out what this rank keeps."""
-    sharded = policy.stage > 0
-    start, stop = plan.start, plan.stop
-    if sharded:
-        start, stop = plan.range_of(buffers.data.rank, buffers.data.size)
-    kept_weights = buffers.weights[start:stop]
-    kept_masters = kept_weights
-    if buffers.masters is not buffers.weights:
-        kept_masters = buffers.masters[start:stop]
-        # A range of its own memory: the rest of the masters, which others keep, is freed.
-        kept_masters = kept_masters.clone() if sharded else kept_masters
-    bucket = Bucket(
-        members=[_move(entries[part.name], part, buffers) for part in plan.parameters],
-        data=buffers.data,
-        partial=buffers.partial,
-        sharded=sharded,
-        wire_dtype=policy.wire_dtype_of(buffers.gradients.dtype),
-        gradients=buffers.gradients[plan.start : plan.stop],
-        kept_gradients=buffers.gradients[start:stop],
-        weights=buffers.weights[plan.start : plan.stop],
-        kept_weights=kept_weights,
-        kept_masters=kept_masters,
-    )
-    cut = _cut_range if sharded else _keep_whole
-    for part, member in zip(plan.parameters, bucket.members, strict=True):
-        kept = cut(bucket, member, entries[part.name], part, start)
+    """Move the parameters of a bucket into flat memory and keep of it what the stage says.
+
+    At stage 3 the parameters are released afterwards, where there is anybody to gather them from.
+
+    Communicates:
+        With ``policy.broadcast_weights`` one broadcast along each axis with equal weights.
+    """
+    weights = _make_weights(plan, key, entries, axes, policy)
+    gradients = _make_gradients(plan, key, weights.full.device, axes, policy)
+    members = [
+        _move(entries[part.name], _place(part, plan), weights, gradients)
+        for part in plan.parameters
+    ]
+    bucket = Bucket(members, weights, gradients)
+    if gradients is not None:
+        gradients.close()
+    bucket.release()
+    for part, member in zip(plan.parameters, members, strict=True):
+        start, stop = _place(part, plan)
+        if policy.stage > 0:
+            kept = _cut_range(bucket, entries[part.name], start, stop, axes)
+        else:
+            kept = _keep_whole(bucket, member, entries[part.name], start, stop)
         if kept is not None:
             bucket.kept.append(kept)
     return bucket
 
 
-def _move(entry: ModelParameter, part: ParameterRange, buffers: FlatBuffers) -> Member:
+def _place(part: ParameterRange, plan: BucketLayout) -> tuple[int, int]:
+    """Return where a parameter lies in the memory of its bucket."""
+    return part.start - plan.start, part.stop - plan.start
+
+
+def _make_weights(
+    plan: BucketLayout,
+    key: GroupKey,
+    entries: Mapping[str, ModelParameter],
+    axes: DataAxes,
+    policy: ShardPolicy,
+) -> FlatWeights:
+    numel = plan.stop - plan.start
+    device = entries[plan.parameters[0].name].parameter.device
+    masters = torch.zeros(numel, dtype=key.master_dtype, device=device)
+    for part in plan.parameters:
+        parameter = entries[part.name].parameter
+        start, stop = _place(part, plan)
+        masters[start:stop].view(parameter.shape).copy_(parameter)
+    if policy.broadcast_weights:
+        # As bytes: a frozen weight may have any dtype, also one that no reduction knows.
+        known = masters.dtype in WEIGHT_DTYPES
+        axes.broadcast_first(masters if known else masters.view(torch.uint8), key.replicated_axes)
+    full = masters if key.weight_dtype == key.master_dtype else masters.to(key.weight_dtype)
+    data = axes.data(key)
+    if policy.stage == 0:
+        return FlatWeights(full, full, masters, data, is_cut=False)
+    part_numel = numel // data.size
+    mine = slice(data.rank * part_numel, (data.rank + 1) * part_numel)
+    is_cut = policy.stage == 3 and data.size > 1
+    # Memory of its own: the rest, which others keep, is freed.
+    kept = full[mine].clone() if is_cut else full[mine]
+    kept_masters = kept if masters is full else masters[mine].clone()
+    comm = axes.gathers(key) if is_cut else data
+    return FlatWeights(full, kept, kept_masters, comm, is_cut)
+
+
+def _make_gradients(
+    plan: BucketLayout,
+    key: GroupKey,
+    device: torch.device,
+    axes: DataAxes,
+    policy: ShardPolicy,
+) -> FlatGradients | None:
+    if not key.trainable:
+        return None
+    data = axes.data(key)
+    full = torch.zeros(plan.stop - plan.start, dtype=key.master_dtype, device=device)
+    kept = full
+    is_lent = policy.stage >= 2 and data.size > 1
+    if policy.stage > 0:
+        part = full.numel() // data.size
+        kept = full[data.rank * part : (data.rank + 1) * part]
+        kept = torch.zeros_like(kept) if is_lent else kept
+    return FlatGradients(
+        full,
+        kept,
+        _gaps(plan, full),
+        data,
+        axes.partial(key),
+        policy.wire_dtype_of(key.master_dtype),
+        is_lent,
+    )
+
+
+def _gaps(plan: BucketLayout, full: torch.Tensor) -> Sequence[torch.Tensor]:
+    edges = [0, *(edge for part in plan.parameters for edge in _place(part, plan)), full.numel()]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return [full[start:stop] for start, stop in pairs if start < stop]
+
+
+def _move(
+    entry: ModelParameter,
+    place: tuple[int, int],
+    weights: FlatWeights,
+    gradients: FlatGradients | None,
+) -> Member:
     parameter = entry.parameter
-    weight = buffers.weights[part.start : part.stop].view(parameter.shape)
-    gradient = buffers.gradients[part.start : part.stop].view(parameter.shape)
-    parameter.data = weight
-    if weight.dtype != gradient.dtype:
-        parameter.grad_dtype = None  # lets a float32 gradient stand beside a 16-bit weight
-    return Member(entry.name, parameter, entry.owners, weight, gradient, version=parameter._version)
+    shape = parameter.shape
+    start, stop = place
+    member = Member(entry.name, parameter, entry.owners, weights.full[start:stop].view(shape))
+    member.show()
+    if gradients is not None:
+        member.gradient = gradients.full[start:stop].view(shape)
+        if member.gradient.dtype != member.weight.dtype:
+            parameter.grad_dtype = None  # lets a float32 gradient stand beside a 16-bit weight
+    if weights.is_cut:
+        member.absent = _absent(member.weight)
+    member.version = parameter._version
+    return member
+
+
+def _absent(weight: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a weight's shape that takes no memory and is loud when it is read."""
+    if weight.dtype.is_floating_point or weight.dtype.is_complex:
+        value: float = torch.nan
+    elif weight.dtype == torch.bool:
+        value = 1
+    else:
+        value = torch.iinfo(weight.dtype).min
+    return torch.full((), value, dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
 
 def _keep_whole(
-    bucket: Bucket, member: Member, entry: ModelParameter, part: ParameterRange, start: int
+    bucket: Bucket, member: Member, entry: ModelParameter, start: int, stop: int
 ) -> KeptPiece:
     parameter = member.parameter
-    if bucket.separate_masters:
-        master = bucket.kept_masters[part.start - start : part.stop - start]
-        parameter = nn.Parameter(master.view(member.weight.shape))
+    if bucket.weights.separate_masters:
+        parameter = nn.Parameter(bucket.weights.masters[start:stop].view(member.weight.shape))
     return KeptPiece(Piece(entry.name, parameter, entry.spec), member.gradient)
 
 
 def _cut_range(
-    bucket: Bucket, member: Member, entry: ModelParameter, part: ParameterRange, start: int
+    bucket: Bucket, entry: ModelParameter, start: int, stop: int, axes: DataAxes
 ) -> KeptPiece | None:
-    first = max(part.start - start, 0)
-    last = min(part.stop - start, bucket.kept_masters.numel())
+    masters = bucket.weights.masters
+    at = axes.data(entry.key).rank * masters.numel()
+    first = max(start - at, 0)
+    last = min(stop - at, masters.numel())
     if first >= last:
         return None
-    offset = start - part.start
-    spec = _sharded_spec(entry).narrow(first + offset, last + offset)
-    parameter = nn.Parameter(bucket.kept_masters[first:last])
-    return KeptPiece(Piece(entry.name, parameter, spec), bucket.kept_gradients[first:last])
-
-
-def _sharded_spec(entry: ModelParameter) -> ShardSpec:
-    # Each rank of the data axes keeps other elements now.
-    replicated = [axis for axis in entry.spec.replicated if axis not in entry.key.data_axes]
-    return attrs.evolve(entry.spec, replicated=replicated)
+    whole = axes.cut(entry.spec, entry.key)
+    spec = whole.narrow(first + at - start, last + at - start)
+    trained = bucket.gradients is not None
+    parameter = nn.Parameter(masters[first:last], requires_grad=trained)
+    gradient = bucket.sums.kept[first:last] if trained else None
+    return KeptPiece(Piece(entry.name, parameter, spec), gradient)

@@ -19,12 +19,15 @@ class GroupKey:
         replicated_axes: Mesh axes along which ranks hold the same weight.
         weight_dtype: Dtype of the module's weights.
         master_dtype: Dtype of gradients and of the weights that the optimizer updates.
+        trainable: Whether they have gradients. Others have a place only at stage 3, for their
+            weights.
     """
 
     reduction_axes: tuple[str, ...]
     replicated_axes: tuple[str, ...]
     weight_dtype: torch.dtype
     master_dtype: torch.dtype
+    trainable: bool = True
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -44,6 +47,7 @@ class LayoutEntry:
     name: str
     numel: int
     key: GroupKey
+    unit: str = ""
 
 
 @attrs.frozen
@@ -79,22 +83,31 @@ class BucketLayout:
 
 @attrs.frozen
 class GroupLayout:
-    """One contiguous buffer and the buckets it is cut into."""
+    """The parameters of one unit and key, numbered through, and the buckets they are cut into.
+
+    Args:
+        key: What its parameters have in common.
+        num_ranks: How many ranks its buckets are cut for.
+        numel: Elements of all buckets together.
+        buckets: They tile the elements; each has memory of its own.
+        unit: Name of the unit; "" is what no chosen module holds.
+    """
 
     key: GroupKey
     num_ranks: int
     numel: int
     buckets: tuple[BucketLayout, ...]
+    unit: str = ""
 
 
 def plan_groups(
     entries: Sequence[LayoutEntry],
     num_ranks: Callable[[GroupKey], int],
     *,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     alignment: int,
 ) -> tuple[GroupLayout, ...]:
-    """Lay parameters out in one buffer for each group, last registered first.
+    """Lay parameters out in groups of one unit and key, last registered first.
 
     A backward computes the gradients of the last layers first, so buckets fill up in this order.
     The plan depends on nothing that differs between the ranks of a reduction.
@@ -102,16 +115,19 @@ def plan_groups(
     Args:
         entries: The parameters in the order of registration; none is empty.
         num_ranks: How many ranks the buckets of a group are cut for.
-        bucket_bytes: Most bytes of gradients in a bucket of several parameters.
+        bucket_bytes: Most bytes of gradients in a bucket of several parameters; None makes each
+            group one bucket.
         alignment: Elements; parameters and the ranges of ranks start at multiples of it.
     """
-    members: dict[GroupKey, list[tuple[int, LayoutEntry]]] = {}
+    members: dict[tuple[str, GroupKey], list[tuple[int, LayoutEntry]]] = {}
     for position, entry in enumerate(reversed(entries)):
-        members.setdefault(entry.key, []).append((position, entry))
-    return tuple(
-        _plan_group(key, ordered, num_ranks(key), bucket_bytes, alignment)
-        for key, ordered in members.items()
-    )
+        members.setdefault((entry.unit, entry.key), []).append((position, entry))
+    planned: list[GroupLayout] = []
+    for (unit, key), ordered in members.items():
+        most = None if bucket_bytes is None else bucket_bytes // key.master_dtype.itemsize
+        numel, buckets = _plan_buckets(ordered, num_ranks(key), most, alignment)
+        planned.append(GroupLayout(key, num_ranks(key), numel, buckets, unit))
+    return tuple(planned)
 
 
 def launch_order(layout: Sequence[GroupLayout]) -> list[tuple[GroupLayout, BucketLayout]]:
@@ -123,16 +139,11 @@ def launch_order(layout: Sequence[GroupLayout]) -> list[tuple[GroupLayout, Bucke
     return sorted(buckets, key=lambda item: item[1].position)
 
 
-def _plan_group(
-    key: GroupKey,
-    ordered: list[tuple[int, LayoutEntry]],
-    num_ranks: int,
-    bucket_bytes: int,
-    alignment: int,
-) -> GroupLayout:
+def _plan_buckets(
+    ordered: list[tuple[int, LayoutEntry]], num_ranks: int, most: int | None, alignment: int
+) -> tuple[int, tuple[BucketLayout, ...]]:
     buckets: list[BucketLayout] = []
     start = 0
-    most = bucket_bytes // key.master_dtype.itemsize
     for chosen in _fill(ordered, most, alignment):
         at = start
         ranges: list[ParameterRange] = []
@@ -142,17 +153,17 @@ def _plan_group(
         stop = start + _round_up(at - start, alignment * num_ranks)
         buckets.append(BucketLayout(start, stop, tuple(ranges), position=chosen[-1][0]))
         start = stop
-    return GroupLayout(key, num_ranks, start, tuple(buckets))
+    return start, tuple(buckets)
 
 
 def _fill(
-    ordered: Iterable[tuple[int, LayoutEntry]], most: int, alignment: int
+    ordered: Iterable[tuple[int, LayoutEntry]], most: int | None, alignment: int
 ) -> Iterable[list[tuple[int, LayoutEntry]]]:
     chosen: list[tuple[int, LayoutEntry]] = []
     filled = 0
     for position, entry in ordered:
         size = _round_up(entry.numel, alignment)
-        if chosen and filled + size > most:
+        if chosen and most is not None and filled + size > most:
             yield chosen
             chosen = []
             filled = 0

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import enum
-from functools import partial
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from trainwright.sharding.data.buckets import Bucket, Member
 from trainwright.sharding.data.build import FlatModel
 from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.layout import GroupLayout
 from trainwright.sharding.data.piece import Piece
+from trainwright.sharding.data.reducer import Phase, Reducer
+from trainwright.sharding.data.unit import Unit
 from trainwright.sharding.mesh import Mesh
-
-
-class _Phase(enum.Enum):
-    ACCUMULATING = "accumulating"
-    REDUCING = "reducing"
-    REDUCED = "reduced"
 
 
 class DataParallel:
@@ -36,26 +31,20 @@ class DataParallel:
         self._module = module
         self._mesh = mesh
         self._flat = flat
-        self._buckets = flat.buckets
-        self._phase = _Phase.ACCUMULATING
-        self._armed = False
-        self._touched = False
+        self._reducer = Reducer(flat.buckets)
         self._first = True
-        self._epoch = 0
-        self._next = 0
+        self._units = {
+            plan.name: Unit(plan.name, plan.module, buckets, self._reducer.complete)
+            for plan, buckets in flat.units
+        }
         # Parameters that are not themselves what the optimizer updates.
         updated = {id(piece.parameter) for piece in flat.pieces.values()}
         self._copies = [
             member
-            for bucket in self._buckets
+            for bucket in flat.all_buckets
             for member in bucket.members
             if id(member.parameter) not in updated
         ]
-        for bucket in self._buckets:
-            for member in bucket.members:
-                member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    partial(self._on_gradient, bucket, member)
-                )
 
     @property
     def module(self) -> nn.Module:
@@ -64,7 +53,7 @@ class DataParallel:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks that it was made for."""
+        """The ranks that share its states."""
         return self._mesh
 
     @property
@@ -78,13 +67,38 @@ class DataParallel:
 
     @property
     def frozen(self) -> dict[str, Piece]:
-        """The parameters that are not trained, whole, for the checkpoint."""
+        """This rank's part of each other parameter, for the checkpoint: whole below stage 3."""
         return dict(self._flat.frozen)
 
     @property
     def layout(self) -> tuple[GroupLayout, ...]:
         """Where each parameter lies in the flat buffers."""
         return self._flat.layout
+
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        """What is gathered together, by the module's name, outer units first."""
+        return MappingProxyType(self._units)
+
+    def gather(self) -> None:
+        """Start collecting the weights of all units; only without hooks, or between steps.
+
+        Communicates:
+            Stage 3: one all-gather a bucket over the data axes, (N-1)/N of its weights' bytes.
+        """
+        for unit in self._units.values():
+            unit.gather()
+
+    def await_weights(self) -> None:
+        """Wait until the weights of all units are whole, gathering what was not."""
+        self.gather()
+        for unit in self._units.values():
+            unit.await_weights()
+
+    def release(self) -> None:
+        """Give whole weights back at stage 3; parameters are NaN until gathered again."""
+        for unit in self._units.values():
+            unit.release()
 
     def zero_grad(self, *, discard: bool = False) -> None:
         """Begin a step: forget all gradients.
@@ -95,27 +109,18 @@ class DataParallel:
         Raises:
             LifecycleError: A reduction is in flight, or gradients would be lost.
         """
-        if self._in_flight:
+        if self._reducer.in_flight:
             raise LifecycleError(
                 "zero_grad() while gradients are being reduced; call reduce() and wait() first"
             )
-        if self._phase is _Phase.ACCUMULATING and self._touched and not discard:
+        if self._has_unreduced and not discard:
             raise LifecycleError(
                 "zero_grad() would drop gradients that were accumulated but not reduced; call "
                 "reduce() and wait() after the last backward, or zero_grad(discard=True)"
             )
-        for bucket in self._buckets:
-            bucket.started = False
-            for member in bucket.members:
-                member.parameter.grad = None
-            for kept in bucket.kept:
-                kept.piece.parameter.grad = None
-        for parameter in self._flat.empty:
+        self._reducer.begin()
+        for parameter in self._flat.settled.values():
             parameter.grad = None
-        self._phase = _Phase.ACCUMULATING
-        self._armed = False
-        self._touched = False
-        self._next = 0
 
     def last_backward(self) -> None:
         """Say that the next backward is the last of this step.
@@ -127,13 +132,7 @@ class DataParallel:
         Raises:
             LifecycleError: The gradients of this step were already reduced.
         """
-        self._check_accumulating("last_backward()")
-        if self._armed:
-            return
-        self._armed = True
-        self._epoch += 1
-        for bucket in self._buckets:
-            bucket.pending = len(bucket.members)
+        self._reducer.arm()
 
     def reduce(self) -> None:
         """Start the reductions that have not started; every rank calls it, also without backward.
@@ -143,18 +142,15 @@ class DataParallel:
 
         Communicates:
             One all-reduce a bucket (stage 0: 2 (N-1)/N of its bytes a rank), or one reduce-scatter
-            (stage 1: (N-1)/N), over the data axes of its group.
+            (from stage 1 on: (N-1)/N), over the data axes of its group.
         """
-        if self._phase is not _Phase.ACCUMULATING:
+        if self._reducer.phase is not Phase.ACCUMULATING:
             return
         self._flat.check_intact()
         if self._first:
             self._flat.check_complete(self._module)
             self._first = False
-        for bucket in self._buckets[self._next :]:
-            bucket.start_reduction()
-        self._next = len(self._buckets)
-        self._phase = _Phase.REDUCING
+        self._reducer.start_all()
 
     def wait(self) -> None:
         """Finish the reductions and set the ``grad`` of every piece.
@@ -164,40 +160,30 @@ class DataParallel:
 
         Communicates:
             One all-reduce of the kept range of a bucket for each further axis that its gradients
-            are partial on (tp).
+            are partial on (tp; pp of a tied weight), and over dp_replicate where dp is split.
         """
-        if self._phase is _Phase.REDUCED:
+        if self._reducer.phase is Phase.REDUCED:
             return
-        if self._phase is _Phase.ACCUMULATING:
+        if self._reducer.phase is Phase.ACCUMULATING:
             raise LifecycleError("wait() before reduce(); call reduce() after the last backward")
-        for bucket in self._buckets:
-            for member in bucket.members:
-                member.check_linked()
-        for bucket in self._buckets:
-            bucket.finish_data_reduction()
-        for bucket in self._buckets:
-            bucket.finish_reduction()
-            for member in bucket.members:
-                # A sharded rank has summed only its range: the whole would mislead.
-                member.parameter.grad = None if bucket.sharded else member.gradient
-            for kept in bucket.kept:
-                kept.piece.parameter.grad = kept.gradient
-        self._phase = _Phase.REDUCED
-        self._armed = False
+        self._reducer.finish()
 
     def publish(self) -> None:
         """Make the module's weights equal to the pieces, on every rank.
+
+        At stage 3 this drops gathered weights; the next gathering sees the new ones.
 
         Raises:
             LifecycleError: Gradients are in flight or were never reduced, or the module's weights
                 were changed by something other than the pieces.
 
         Communicates:
-            Stage 1: one all-gather a bucket over the data axes, (N-1)/N of its weights' bytes.
+            Stages 1 and 2: one all-gather a bucket over the data axes, (N-1)/N of its weights'
+            bytes.
         """
-        if self._in_flight:
+        if self._reducer.in_flight:
             raise LifecycleError("publish() while gradients are being reduced; call wait() first")
-        if self._phase is _Phase.ACCUMULATING and self._touched:
+        if self._has_unreduced:
             raise LifecycleError(
                 "publish() with gradients that were not reduced; call reduce() and wait() before "
                 "the optimizer, or zero_grad(discard=True) to drop them"
@@ -209,77 +195,41 @@ class DataParallel:
                 "undo; after loading or editing weights call load_masters(), and build the "
                 "optimizer on pieces, not on the module's parameters"
             )
+        self.release()
         with torch.no_grad():
-            for bucket in self._buckets:
-                bucket.start_publishing()
-            for bucket in self._buckets:
-                bucket.finish_publishing()
+            for bucket in self._flat.all_buckets:
+                bucket.weights.start_publishing()
+            for bucket in self._flat.all_buckets:
+                bucket.weights.finish_publishing()
 
     def load_masters(self) -> None:
         """Take the module's weights as they are now for the pieces, after they were changed.
 
-        Weights that were moved out of the flat buffer in the same dtype are copied back.
+        Weights that were moved out of the flat buffer in the same dtype are copied back. At stage 3
+        gather the weights before changing them; what is not gathered cannot have changed.
 
         Raises:
             LifecycleError: Gradients are in flight, or a parameter was replaced or converted.
         """
-        if self._in_flight:
+        if self._reducer.in_flight:
             raise LifecycleError(
                 "load_masters() while gradients are being reduced; call wait() first"
             )
-        for bucket in self._buckets:
+        whole = [bucket for bucket in self._flat.all_buckets if bucket.weights.is_whole]
+        for bucket in whole:
             for member in bucket.members:
                 member.return_weight()
         self._flat.check_intact()
         self._flat.check_complete(self._module)
         with torch.no_grad():
-            for bucket in self._buckets:
-                bucket.load_masters()
+            for bucket in whole:
+                bucket.weights.load_masters()
         for member in self._copies:
             member.version = member.parameter._version
 
     @property
-    def _in_flight(self) -> bool:
-        started = self._phase is _Phase.ACCUMULATING and self._next > 0
-        return started or self._phase is _Phase.REDUCING
-
-    def _check_accumulating(self, what: str) -> None:
-        if self._phase is not _Phase.ACCUMULATING:
-            raise LifecycleError(
-                f"{what} after reduce() without zero_grad(); the DataParallel's zero_grad() "
-                "begins a step (an optimizer's reaches only its pieces)"
-            )
-
-    def _on_gradient(self, bucket: Bucket, member: Member, parameter: torch.Tensor) -> None:
-        """Runs after autograd added to ``parameter.grad``."""
-        gradient = parameter.grad
-        if bucket.started:
-            self._refuse(member)
-        if gradient is None:
-            return  # the backward had none to give; PyTorch calls the hook all the same
-        self._touched = True
-        if gradient is not member.gradient:
-            member.link_gradient()
-        if self._armed and member.epoch != self._epoch:
-            member.epoch = self._epoch
-            bucket.pending -= 1
-            if bucket.pending == 0:
-                self._start_complete()
-
-    def _refuse(self, member: Member) -> None:
-        self._check_accumulating(f"a gradient of {member.name} arrived: backward")
-        raise LifecycleError(
-            f"a second gradient of {member.name} arrived after its reduction had started; call "
-            "last_backward() only before the last backward of a step (re-entrant checkpointing "
-            "runs several backwards: use use_reentrant=False, or leave last_backward() out)"
-        )
-
-    def _start_complete(self) -> None:
-        # Strictly in order: ranks whose backwards complete buckets in different orders, or skip
-        # layers, still call the same collectives one after the other.
-        while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
-            self._buckets[self._next].start_reduction()
-            self._next += 1
+    def _has_unreduced(self) -> bool:
+        return self._reducer.phase is Phase.ACCUMULATING and self._reducer.touched
 
 
 def _shorten(names: list[str], most: int = 3) -> str:

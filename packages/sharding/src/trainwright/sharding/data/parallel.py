@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from functools import partial
 
@@ -9,9 +10,12 @@ from torch import nn
 
 from trainwright.sharding.data.build import flatten_model
 from trainwright.sharding.data.lifecycle import DataParallel
+from trainwright.sharding.data.materialize import Initializer
 from trainwright.sharding.data.parameters import collect_parameters
 from trainwright.sharding.data.policy import ShardPolicy
-from trainwright.sharding.errors import ShardingError
+from trainwright.sharding.data.reducer import Reducer
+from trainwright.sharding.data.units import runs
+from trainwright.sharding.errors import NotAvailableError, ShardingError
 from trainwright.sharding.mesh import Mesh
 from trainwright.sharding.placement import ParameterPlacement
 
@@ -21,6 +25,9 @@ def data_parallel(
     mesh: Mesh,
     policy: ShardPolicy | None = None,
     placements: Mapping[str, ParameterPlacement] | None = None,
+    *,
+    hooks: bool = True,
+    initialize: Initializer | None = None,
 ) -> DataParallel:
     """Make a module's gradients sums over the data-parallel ranks.
 
@@ -30,30 +37,78 @@ def data_parallel(
     Args:
         model: This rank's module, on the device it trains on.
         mesh: The ranks.
-        policy: The stage, bucket size and dtypes; None is stage 0.
+        policy: The stage, units, bucket size and dtypes; None is stage 0.
         placements: Overrides what `placements_of` says of the parameters named.
+        hooks: Who gathers and releases weights at stage 3: hooks on the units' modules, or, with
+            False, the caller, such as a pipeline's executor, through ``gather()``,
+            ``await_weights()`` and ``release()``.
+        initialize: Gives values to modules on the meta device: called with each module that
+            directly holds meta parameters or buffers, and its name, after these were allocated.
+            This goes unit by unit, and a unit is cut before the next one is allocated.
 
     Raises:
         ShardingError: Before any communication: a parameter is lazy, has a gradient or a dtype
             that cannot be trained, shares memory with another, belongs to another `DataParallel`,
             or a placement does not fit.
-        NotAvailableError: A parameter is on the meta device or is summed over pipeline stages.
+            A model on the meta device needs ``initialize``.
 
     Communicates:
         With ``policy.broadcast_weights`` each weight once along each axis where it is replicated.
+        Stage 3: one split a distinct set of data axes, for the gathers.
     """
     policy = ShardPolicy() if policy is None else policy
     parameters = collect_parameters(model, mesh, policy, placements)
+    if initialize is None:
+        _check_memory_exists(model)
     for entry in parameters:
-        hooks = entry.parameter._post_accumulate_grad_hooks or {}
-        if any(_is_ours(hook) for hook in hooks.values()):
+        found = entry.parameter._post_accumulate_grad_hooks or {}
+        if any(_is_ours(hook) for hook in found.values()):
             raise ShardingError(
                 f"{entry.name} already belongs to a DataParallel; a parameter is reduced once"
             )
-    return DataParallel(model, flatten_model(parameters, mesh, policy), mesh)
+    driven = hooks and policy.stage == 3
+    if driven:
+        _check_driver(model, policy)
+    parallel = DataParallel(model, flatten_model(model, parameters, mesh, policy, initialize), mesh)
+    if driven:
+        _drive(parallel, policy)
+    return parallel
+
+
+def _check_driver(model: nn.Module, policy: ShardPolicy) -> None:
+    try:
+        importlib.import_module("trainwright.sharding.data.hooks")
+    except ImportError:
+        raise NotAvailableError(
+            "stage 3 driven by module hooks is not available yet; pass hooks=False and call "
+            "gather(), await_weights() and release()"
+        ) from None
+    for name, module in model.named_modules():
+        if policy.units is not None and name and policy.units(name, module) and not runs(module):
+            raise ShardingError(
+                f"units chose {name}, a {type(module).__name__}, which never runs itself, so that "
+                "no hook could gather its weights; choose the modules inside of it"
+            )
+
+
+def _drive(parallel: DataParallel, policy: ShardPolicy) -> None:
+    """Let module hooks gather and release the units that are cut."""
+    driver = importlib.import_module("trainwright.sharding.data.hooks").HookDriver
+    stage = parallel.mesh.communicator("dp", "cp", "tp")
+    agree = stage.split(0, stage.rank)
+    assert agree is not None
+    units = [unit for unit in parallel.units.values() if unit.is_cut]
+    driver(units, parallel.module, agree, policy.live_units, policy.release_after_forward)
+
+
+def _check_memory_exists(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ShardingError(
+                f"{name} is on the meta device; pass initialize=…, which gives each module its "
+                "values, or materialise the model first"
+            )
 
 
 def _is_ours(hook: object) -> bool:
-    return isinstance(hook, partial) and isinstance(
-        getattr(hook.func, "__self__", None), DataParallel
-    )
+    return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), Reducer)

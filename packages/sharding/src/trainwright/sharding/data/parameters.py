@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from trainwright.collectives import ShardSpec
 from trainwright.sharding.data.layout import GroupKey
 from trainwright.sharding.data.policy import WEIGHT_DTYPES, ShardPolicy
-from trainwright.sharding.errors import NotAvailableError, ShardingError
+from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.mesh import Mesh
 from trainwright.sharding.placement import ParameterPlacement, placements_of, shard_spec
 
@@ -45,9 +45,9 @@ class ModelParameter:
     master_dtype: torch.dtype
 
     @property
-    def is_reduced(self) -> bool:
-        """Whether it is trained and has elements, and so has a place in the flat buffers."""
-        return self.parameter.requires_grad and self.parameter.numel() > 0
+    def trained(self) -> bool:
+        """Whether it gets gradients."""
+        return self.parameter.requires_grad
 
     @property
     def key(self) -> GroupKey:
@@ -56,7 +56,8 @@ class ModelParameter:
             self.placement.reduction_axes,
             self.placement.replicated_axes,
             self.weight_dtype,
-            self.master_dtype,
+            self.master_dtype if self.trained else self.weight_dtype,
+            self.trained,
         )
 
 
@@ -128,11 +129,6 @@ def _choose_placements(
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if is_lazy(parameter):
         raise ShardingError(f"{name} has no shape yet; run one forward of the plain model first")
-    if parameter.is_meta:
-        raise NotAvailableError(
-            f"{name} is on the meta device; materialise the model first "
-            "(initialising while sharding is not available yet)"
-        )
     if parameter.grad is not None:
         raise ShardingError(
             f"{name} already has a gradient, which would be lost; call model.zero_grad() first"
@@ -148,10 +144,6 @@ def _check_placement(name: str, parameter: nn.Parameter, placement: ParameterPla
     held = sum(box.numel for box in placement.boxes)
     if parameter.numel() != held:
         raise ShardingError(f"{name} has {parameter.numel()} elements but its boxes hold {held}")
-    if "pp" in placement.reduction_axes:
-        raise NotAvailableError(
-            f"{name}: gradients summed over pipeline stages (tied weights) are not available yet"
-        )
 
 
 def _choose_dtype(name: str, parameter: nn.Parameter, policy: ShardPolicy) -> torch.dtype:
@@ -167,7 +159,8 @@ def _choose_dtype(name: str, parameter: nn.Parameter, policy: ShardPolicy) -> to
 
 
 def _check_devices(found: list[ModelParameter]) -> None:
-    by_device = {entry.parameter.device: entry.name for entry in found}
+    placed = [entry for entry in found if not entry.parameter.is_meta]
+    by_device = {entry.parameter.device: entry.name for entry in placed}
     if len(by_device) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in by_device.items())
         raise ShardingError(f"a model's parameters must be on one device, got {places}")
@@ -178,7 +171,7 @@ def _check_memory(found: list[ModelParameter]) -> None:
     spans: list[tuple[int, int, str]] = []
     for entry in found:
         tensor = entry.parameter
-        if tensor.numel() == 0:
+        if tensor.numel() == 0 or tensor.is_meta:
             continue
         steps = sum(
             (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)

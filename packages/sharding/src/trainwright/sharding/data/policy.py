@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import attrs
 import torch
 from torch import nn
 
-from trainwright.sharding.errors import NotAvailableError, ShardingError
+from trainwright.sharding.data.units import UnitRule
+from trainwright.sharding.errors import ShardingError
 
 MASTER_DTYPES = (torch.float32, torch.float64)
 WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -20,9 +22,9 @@ class ShardPolicy:
 
     Args:
         stage: 0 keeps everything on every rank; 1 cuts the optimizer's weights and states over the
-            data-parallel ranks. 2 (gradients) and 3 (weights) are not available yet.
+            data-parallel ranks, 2 also the gradients, 3 also the weights.
         bucket_bytes: Gradients are reduced in buckets of at most this many bytes; a larger
-            parameter is a bucket of its own.
+            parameter is a bucket of its own. At stage 3 a unit's group is always one bucket.
         master_dtype: Dtype of gradients, of the weights the optimizer updates and so of its states:
             float32 or float64. A float64 parameter has float64 masters whatever stands here.
         reduce_dtype: Dtype in which float32 gradients travel; None sends them as they are. float64
@@ -34,10 +36,21 @@ class ShardPolicy:
             many elements; the padding between is zero.
         broadcast_weights: Start from the weights of the first rank wherever a weight is replicated.
             False leaves each rank's weights as they are: they must be equal already.
+        units: Chooses the modules whose parameters are gathered and reduced together; None makes
+            the model one unit.
+        missing_gradients: What a parameter is that got no gradient in a step: "zero" lets it
+            contribute zeros; "error" raises on every rank, naming parameters and ranks, before
+            anything is reduced, and so gives up reducing during the backward.
+        release_after_forward: Stage 3: free a unit's weights after its forward and gather them
+            again for its backward. False keeps them until its backward is over.
+        live_units: Stage 3: most units whose weights are whole at once because they are computed
+            or gathered ahead; units that enclose them come on top.
+        reduce_each_backward: Stages 2 and 3: reduce after every backward into the range that a
+            rank keeps, so that gradients take 1/N while they accumulate, for a reduction a
+            backward. False reduces once a step.
 
     Raises:
-        ShardingError: A value is out of range.
-        NotAvailableError: ``stage`` is 2 or 3.
+        ShardingError: A value is out of range, or two contradict each other.
     """
 
     stage: int = 0
@@ -47,11 +60,14 @@ class ShardPolicy:
     parameter_dtype: Callable[[str, nn.Parameter], torch.dtype] | None = None
     alignment: int = 32
     broadcast_weights: bool = True
+    units: UnitRule | None = None
+    missing_gradients: Literal["zero", "error"] = "zero"
+    release_after_forward: bool = True
+    live_units: int = 2
+    reduce_each_backward: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if self.stage in (2, 3):
-            raise NotAvailableError(f"stage {self.stage} is not available yet; 0 and 1 are")
-        if self.stage not in (0, 1):
+        if self.stage not in (0, 1, 2, 3):
             raise ShardingError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}")
         if self.bucket_bytes < 1:
             raise ShardingError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
@@ -66,6 +82,27 @@ class ShardPolicy:
             raise ShardingError(
                 f"reduce_dtype must be None or one of {', '.join(map(str, WEIGHT_DTYPES))}, "
                 f"got {self.reduce_dtype}"
+            )
+        self._check_accumulation()
+        if self.live_units < 1:
+            raise ShardingError(f"live_units must be at least 1, got {self.live_units}")
+
+    def _check_accumulation(self) -> None:
+        if self.missing_gradients not in ("zero", "error"):
+            raise ShardingError(
+                f"missing_gradients must be 'zero' or 'error', got {self.missing_gradients!r}"
+            )
+        if not self.reduce_each_backward:
+            return
+        if self.stage < 2:
+            raise ShardingError(
+                "reduce_each_backward needs stage 2 or 3: gradients are whole while they "
+                f"accumulate at stage {self.stage}"
+            )
+        if self.missing_gradients == "error":
+            raise ShardingError(
+                "reduce_each_backward cannot go with missing_gradients='error': a parameter may "
+                "get its gradient in a later backward, when earlier ones are reduced already"
             )
 
     def master_dtype_of(self, *held: torch.dtype) -> torch.dtype:

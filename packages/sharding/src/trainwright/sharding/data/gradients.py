@@ -1,0 +1,113 @@
+"""The gradients of a bucket: where they accumulate, how they are summed, what a rank keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from trainwright.collectives import Communicator, Work
+
+
+@attrs.define(eq=False)
+class FlatGradients:
+    """One storage of all gradients of a bucket and this rank's range of the sums.
+
+    Args:
+        full: All elements.
+        kept: This rank's range; memory of its own where ``is_lent``, else a part of ``full``.
+        gaps: The parts of ``full`` that belong to no parameter.
+        data: Joins the ranks that the gradients are summed over first.
+        partial: Joins the ranks whose sums are added afterwards, on the kept range.
+        wire_dtype: Dtype in which gradients travel.
+        is_lent: Whether ``full`` has memory only from a first gradient to the end of its reduction
+            (stages 2 and 3).
+    """
+
+    full: torch.Tensor
+    kept: torch.Tensor
+    gaps: Sequence[torch.Tensor]
+    data: Communicator
+    partial: Sequence[Communicator]
+    wire_dtype: torch.dtype
+    is_lent: bool
+    is_open: bool = True
+    _has_sums: bool = False
+    _arriving: torch.Tensor | None = None
+    _wire: torch.Tensor | None = None
+    _work: Work | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank keeps only its range of the sums."""
+        return self.kept is not self.full
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a reduction over the data ranks was started and not collected."""
+        return self._work is not None
+
+    def open(self) -> None:
+        """Have memory for all elements, its padding zero."""
+        if self.is_open:
+            return
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+        for gap in self.gaps:
+            gap.zero_()
+        self.is_open = True
+
+    def close(self) -> None:
+        """Give that memory back where it is lent."""
+        if self.is_lent and self.is_open:
+            self.full.untyped_storage().resize_(0)
+            self.is_open = False
+
+    def begin(self) -> None:
+        """Forget the sums: the next reduction of this step is its first."""
+        self._has_sums = False
+
+    def start(self) -> None:
+        """Start summing over the data ranks; the gradients belong to it until collected."""
+        if self.data.size == 1:
+            return
+        wire = self.full
+        if self.wire_dtype != wire.dtype:
+            wire = wire.to(self.wire_dtype)
+        if not self.is_sharded:
+            self._arriving = self._wire = wire
+            self._work = self.data.all_reduce(wire)
+            return
+        arriving = self.kept
+        if wire is not self.full or self._has_sums:
+            # This rank's own part of what is sent: no memory beside it.
+            start = self.data.rank * self.kept.numel()
+            arriving = wire[start : start + self.kept.numel()]
+        self._arriving, self._wire = arriving, wire
+        self._work = self.data.reduce_scatter(arriving, wire)
+
+    def collect(self) -> None:
+        """Wait for the data ranks, put or add the sums into the kept range, and close."""
+        work, arriving = self._work, self._arriving
+        if work is None or arriving is None:
+            return
+        self._work = self._arriving = self._wire = None
+        work.wait()
+        if self._has_sums:
+            self.kept.add_(arriving)
+        elif arriving is not self.kept:
+            self.kept.copy_(arriving)
+        self._has_sums = True
+        self.close()
+
+    def add_partial(self) -> None:
+        """Sum the kept range over the further axes, the last of them still under way."""
+        for communicator in self.partial:
+            self.finish()
+            self._work = communicator.all_reduce(self.kept)
+
+    def finish(self) -> None:
+        """Wait for the sums over the further axes."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None

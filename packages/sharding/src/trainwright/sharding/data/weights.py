@@ -1,0 +1,88 @@
+"""The weights of a bucket: whole, cut for the optimizer, or gathered only while needed."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from trainwright.collectives import Communicator, Work
+from trainwright.sharding.data.policy import WEIGHT_DTYPES
+
+
+@attrs.define(eq=False)
+class FlatWeights:
+    """One storage of all weights of a bucket, this rank's range of them, and their masters.
+
+    Args:
+        full: All elements, which the module's parameters are views of.
+        kept: This rank's range; memory of its own where ``is_cut``, else a part of ``full``.
+        masters: What the optimizer updates; ``kept`` itself where the dtypes agree.
+        comm: Collects the ranges of all ranks.
+        is_cut: Whether ``full`` has memory only between gathering and releasing (stage 3). It is
+            always the same storage, resized, so that what autograd saved of it is right again
+            after the next gathering.
+    """
+
+    full: torch.Tensor
+    kept: torch.Tensor
+    masters: torch.Tensor
+    comm: Communicator
+    is_cut: bool
+    is_whole: bool = True
+    _work: Work | None = None
+
+    @property
+    def separate_masters(self) -> bool:
+        """Whether the optimizer's weights are other memory than the module's."""
+        return self.masters is not self.kept
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether a gathering has started and was not waited for."""
+        return self._work is not None
+
+    def start_gathering(self) -> None:
+        """Start collecting all elements, unless they are here or on their way."""
+        if self.is_whole or self._work is not None:
+            return
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+        self._work = self.comm.all_gather(_sendable(self.full), _sendable(self.kept))
+
+    def finish_gathering(self) -> None:
+        """Wait for what was started."""
+        if self._work is not None:
+            work = self._work
+            self._work = None
+            work.wait()
+            self.is_whole = True
+
+    def release(self) -> None:
+        """Give the memory of all elements back; nothing may read them until gathered again."""
+        self.finish_gathering()
+        if self.is_cut and self.is_whole:
+            self.full.untyped_storage().resize_(0)
+            self.is_whole = False
+
+    def start_publishing(self) -> None:
+        """Copy the masters into this rank's range and, where all are kept, collect the others'."""
+        if self.separate_masters:
+            self.kept.copy_(self.masters)
+        if not self.is_cut and self.kept is not self.full and self.comm.size > 1:
+            self._work = self.comm.all_gather(self.full, self.kept)
+
+    def finish_publishing(self) -> None:
+        """Wait for what was started."""
+        self.finish_gathering()
+
+    def load_masters(self) -> None:
+        """Make this rank's range and its masters equal to the module's whole weights."""
+        if self.is_cut:
+            start = self.comm.rank * self.kept.numel()
+            self.kept.copy_(self.full[start : start + self.kept.numel()])
+        if self.separate_masters:
+            self.masters.copy_(self.kept)
+
+
+def _sendable(flat: torch.Tensor) -> torch.Tensor:
+    # A frozen weight may have any dtype, also one that no collective knows.
+    return flat if flat.dtype in WEIGHT_DTYPES else flat.view(torch.uint8)
