@@ -136,12 +136,14 @@ class _Keeping:
     def changes(self, action: Action) -> bool:
         """Whether this GATHER is its keeper's first, or this RELEASE its last."""
         keeper = id(self._weights[action.stage])
-        self._stages[keeper] += 1 if action.kind is Kind.GATHER else -1
-        if action.kind is Kind.RELEASE:
-            self._started.discard(keeper)
-            return self._stages[keeper] == 0
-        self._started.add(keeper)
-        return self._stages[keeper] == 1
+        if action.kind is Kind.GATHER:
+            self._stages[keeper] += 1
+            if self._stages[keeper] > 1:
+                return False
+            self._started.add(keeper)
+            return True
+        self._stages[keeper] -= 1
+        return self._stages[keeper] == 0
 
     def must_wait(self, stage: int) -> bool:
         """Whether a computation is the first that needs what was gathered."""
