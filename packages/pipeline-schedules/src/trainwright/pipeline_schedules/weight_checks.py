@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from trainwright.pipeline_schedules.actions import WEIGHT_KINDS, Action, Kind
 from trainwright.pipeline_schedules.completeness import placed
-from trainwright.pipeline_schedules.dependencies import rows_by_stage
+from trainwright.pipeline_schedules.dependencies import rows_by_stage, rows_of_kinds
 from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.schedule import Schedule
 from trainwright.pipeline_schedules.weight_plan import WeightPlan
@@ -19,6 +19,8 @@ def check_stays(schedule: Schedule) -> None:
 
     A stage without any GATHER or RELEASE has its weights whole all the time.
     """
+    if not rows_of_kinds(schedule.packed, (Kind.GATHER, Kind.RELEASE)).any():
+        return
     chosen, bounds = rows_by_stage(schedule, (Kind.GATHER, Kind.RELEASE, *WEIGHT_KINDS))
     kinds = schedule.packed[chosen, 0]
     change = (kinds == Kind.GATHER).astype(np.int64) - (kinds == Kind.RELEASE)
@@ -27,6 +29,7 @@ def check_stays(schedule: Schedule) -> None:
     before = total[:-1] - np.repeat(total[bounds[:-1]], sizes)
     moves = np.concatenate([[0], np.cumsum(change != 0)])
     sharded = np.repeat(np.diff(moves[bounds]) > 0, sizes)
+    # A GATHER finds nothing gathered; a RELEASE, and what reads, finds one GATHER open.
     wrong = np.flatnonzero(sharded & (before != (kinds != Kind.GATHER)))
     if len(wrong):
         raise _out_of_turn(schedule, chosen, int(wrong[0]))
@@ -53,8 +56,8 @@ def _out_of_turn(schedule: Schedule, chosen: NDArray[np.int64], place: int) -> S
     elif action.kind == Kind.RELEASE:
         reason = f"releases what is not gathered: {gather} must stand before it"
     else:
-        reason = f"reads weights that are not gathered: it must stand between {gather}"
-        reason += f" and {release}"
+        reason = "reads weights that are not gathered: it must stand between"
+        reason += f" {gather} and {release}"
     return ScheduleError(f"{action} on rank {rank} {reason}", places)
 
 
@@ -64,14 +67,14 @@ def check_reductions_apart(schedule: Schedule) -> None:
     That a REDUCE stands behind the gradients it reduces is a matter of order (`check_ordered`).
     """
     reductions, bounds = rows_by_stage(schedule, (Kind.REDUCE,))
-    gradients, _ = rows_by_stage(schedule, (Kind.B, Kind.W))
-    each = np.diff(bounds) == schedule.num_microbatches
-    each &= schedule.num_microbatches > 1
-    # Stages without a gradient for each microbatch were refused before.
-    first = np.arange(schedule.num_stages) * schedule.num_microbatches
-    for stage in np.flatnonzero(each).tolist():
+    several = np.flatnonzero(np.diff(bounds) > 1).tolist()
+    if not several:
+        return
+    gradients, firsts = rows_by_stage(schedule, (Kind.B, Kind.W))
+    for stage in several:
+        # As many of the one as of the other: anything else was refused before.
         ours = reductions[bounds[stage] : bounds[stage + 1]][:-1]
-        following = gradients[first[stage] : first[stage] + schedule.num_microbatches][1:]
+        following = gradients[firsts[stage] : firsts[stage + 1]][1:]
         late = np.flatnonzero(ours > following)
         if len(late):
             rank, reduction = placed(schedule, ours[late[0]])

@@ -54,7 +54,8 @@ class Reducer(Protocol):
     """Adds one stage's gradients over its data-parallel ranks.
 
     In each step that reduces, ``last_backward`` is called once, just before the last backward of
-    the stage, and ``reduce`` once, when that backward is done.
+    the stage, and ``reduce`` once, when that backward is done. Where the schedule reduces after
+    every backward, both are called once for each: what one ``reduce`` adds, the next adds to.
     """
 
     def last_backward(self) -> None:
