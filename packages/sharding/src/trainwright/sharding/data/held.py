@@ -1,0 +1,86 @@
+"""What a rank holds of the plain model's state: parameters and persistent buffers, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import torch
+from torch import nn
+
+from trainwright.collectives import ShardSpec
+from trainwright.sharding.data.lifecycle import DataParallel
+from trainwright.sharding.mesh import Mesh
+
+
+@attrs.frozen(eq=False)
+class HeldTensor:
+    """A rank's part of one tensor of the plain model.
+
+    Args:
+        names: All names that the plain model has for it, first the one it goes by.
+        positions: Their places in the order of the plain model's ``state_dict``.
+        tensor: The elements held here: of a trained parameter the masters.
+        spec: Which elements these are.
+        dtype: The dtype of the module's own tensor.
+    """
+
+    names: tuple[str, ...]
+    positions: tuple[int, ...]
+    tensor: torch.Tensor
+    spec: ShardSpec
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """The name it goes by."""
+        return self.names[0]
+
+    def counts_on(self, mesh: Mesh) -> bool:
+        """Whether no other rank of this pipeline stage comes before this one as its holder."""
+        return all(mesh.coordinate(axis) == 0 for axis in self.spec.replicated if axis != "pp")
+
+
+def held_tensors(parallel: DataParallel) -> list[HeldTensor]:
+    """Return what this rank holds, in the order of the plain model's ``state_dict``."""
+    pieces = parallel.pieces
+    frozen = parallel.frozen
+    parameters = {id(parameter) for parameter in parallel.module.parameters()}
+    found: list[HeldTensor] = []
+    for names, tensor in _named_tensors(parallel.module):
+        name = next(iter(names))
+        piece = pieces.get(name) or frozen.get(name)
+        if piece is not None:
+            held, spec = piece.parameter.detach(), piece.spec
+        elif id(tensor) in parameters and tensor.numel() > 0:
+            continue  # all of it is on other ranks
+        else:
+            held, spec = tensor.detach(), _whole_spec(name, tensor, parallel.mesh)
+        found.append(HeldTensor(tuple(names), tuple(names.values()), held, spec, tensor.dtype))
+    return found
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[dict[str, int], torch.Tensor]]:
+    """Yield the names, with their places among all names, of each tensor of a state."""
+    # Not module.state_dict(): its hooks may refuse, or copy, what is released at the moment.
+    names: dict[int, dict[str, int]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    position = 0
+    for path, inner in module.named_modules(remove_duplicate=False):
+        buffers = {
+            key: buffer
+            for key, buffer in inner._buffers.items()
+            if key not in inner._non_persistent_buffers_set
+        }
+        for key, tensor in {**inner._parameters, **buffers}.items():
+            if tensor is not None:
+                tensors[id(tensor)] = tensor
+                names.setdefault(id(tensor), {})[f"{path}.{key}" if path else key] = position
+                position += 1
+    for place, tensor in tensors.items():
+        yield names[place], tensor
+
+
+def _whole_spec(name: str, tensor: torch.Tensor, mesh: Mesh) -> ShardSpec:
+    axes = [axis for axis in ("dp", "cp", "tp") if mesh.size(axis) > 1]
+    return ShardSpec.full(name, tensor.shape, axes)

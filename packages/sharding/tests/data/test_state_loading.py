@@ -1,0 +1,120 @@
+"""Loading a plain state: what it sets, how much travels at once, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright.collectives import Communicator, LocalWorld
+from trainwright.sharding import ShardingError
+from trainwright.sharding.data.loading import load_full
+from trainwright.sharding.data.state_dict import full_state_dict, piece_state_dict
+from trainwright.sharding.data.testing import RecordedCall, RecordingCommunicator, wrap
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(4, 2, dtype=torch.float64)
+        self.head = nn.Linear(2, 4, bias=False, dtype=torch.float64)
+        self.head.weight = self.emb.weight
+        with torch.no_grad():
+            self.emb.weight.copy_(torch.arange(8.0).view(4, 2).sin())
+
+
+def test_masters_keep_what_the_weights_dtype_would_round() -> None:
+    value = 1.0 + 2.0**-20
+
+    def run(world: Communicator) -> tuple[float, float, float]:
+        parallel = wrap(nn.Linear(3, 3, dtype=torch.bfloat16), world, stage=1)
+        state = {"weight": torch.full((3, 3), value), "bias": torch.zeros(3)}
+        load_full(parallel, state, root=None)
+        pieces = piece_state_dict(parallel)
+        held = [float(tensor.max()) for name, (tensor, _) in pieces.items() if name == "weight"]
+        weight = parallel.module.weight.detach()
+        return max(held), float(weight.max()), float(weight.min())
+
+    assert LocalWorld(2).run(run) == [(value, 1.0, 1.0)] * 2
+
+
+def test_no_more_than_a_block_travels_at_once() -> None:
+    def run(world: Communicator) -> list[RecordedCall]:
+        calls: list[RecordedCall] = []
+        parallel = wrap(nn.Linear(50, 50), RecordingCommunicator(world, calls), stage=1)
+        calls.clear()
+        state = full_state_dict(parallel, block_bytes=64)
+        load_full(parallel, state or None, block_bytes=64)
+        return calls
+
+    for calls in LocalWorld(2).run(run):
+        blocks = [call.numel for call in calls if call.operation == "broadcast"]
+        # The state's list of contents is a text of some hundred bytes.
+        assert sum(numel > 64 for numel in blocks) <= 1
+        assert blocks.count(64) == 2500 * 4 // 64 + 50 * 4 // 64
+
+
+WEIGHT = torch.zeros(4, 2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("root", [0, 1, None])
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (None, "the state to load is a NoneType"),
+        ({"emb.weight": 3}, "'emb.weight' in the state is a int"),
+        ({}, r"the state lacks emb\.weight"),
+        ({"emb.wieght": WEIGHT}, r"lacks emb\.weight \(near: emb\.wieght\)"),
+        ({"emb.weight": WEIGHT[1:]}, r"shape \(4, 2\) in the model and \(3, 2\) in the state"),
+        ({"emb.weight": WEIGHT.long()}, "is torch.float64 in the model and torch.int64"),
+        ({"emb.weight": WEIGHT, "bias": WEIGHT}, "does not have bias, which the state holds"),
+        ({"emb.weight": WEIGHT, "head.weight": WEIGHT + 1}, "are one parameter .* leave one"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_on_all_ranks_before_anything_changes(
+    state: dict[str, object] | None, message: str, root: int | None
+) -> None:
+    def run(world: Communicator) -> str:
+        parallel = wrap(Tied(), world, stage=1)
+        mine = state if root in (None, world.rank) else None
+        with pytest.raises(ShardingError, match=message) as caught:
+            load_full(parallel, mine, root=root)
+        assert torch.equal(parallel.module.emb.weight, Tied().emb.weight)
+        for tensor in full_state_dict(parallel).values():
+            assert torch.equal(tensor, Tied().emb.weight)
+        return str(caught.value)
+
+    assert len(set(LocalWorld(2).run(run))) == 1
+
+
+def test_one_name_of_a_tied_parameter_is_enough() -> None:
+    parallel = wrap(Tied())
+
+    load_full(parallel, {"head.weight": WEIGHT})
+
+    assert not parallel.module.emb.weight.any()
+
+
+def test_ranks_with_different_states_are_refused() -> None:
+    def run(world: Communicator) -> None:
+        parallel = wrap(Tied(), world)
+        state = {"emb.weight" if world.rank else "head.weight": WEIGHT}
+        with pytest.raises(ShardingError, match="all ranks must have states of equal names"):
+            load_full(parallel, state, root=None)
+
+    LocalWorld(2).run(run)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"root": 1}, r"0\.\.0, got 1"), ({"root": -1}, "got -1"), ({"block_bytes": 0}, "least 1")],
+)
+def test_roots_and_blocks_are_checked(options: dict[str, int], message: str) -> None:
+    parallel = wrap(Tied())
+
+    with pytest.raises(ShardingError, match=message):
+        full_state_dict(parallel, **options)
+    with pytest.raises(ShardingError, match=message):
+        load_full(parallel, {"emb.weight": WEIGHT}, **options)
