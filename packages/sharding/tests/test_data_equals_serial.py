@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainwright.collectives import Communicator, LocalWorld
-from trainwright.sharding.data import DataParallel, Piece, ShardPolicy, data_parallel
+from trainwright.sharding.data import (
+    DataParallel,
+    Piece,
+    ShardPolicy,
+    UnitRule,
+    by_class,
+    by_name,
+    by_size,
+    data_parallel,
+)
 from trainwright.sharding.data.testing import (
     Network,
     NetworkPlan,
@@ -49,7 +58,30 @@ class Case:
     armed: bool
     optimizer: str
     seed: int
+    units: UnitRule | None = None
+    each_backward: bool = False
+    hooks: bool = False
+    keep_gathered: bool = False
     num_steps: int = 3
+
+    @property
+    def policy(self) -> ShardPolicy:
+        return ShardPolicy(
+            stage=self.stage,
+            bucket_bytes=self.bucket_bytes,
+            alignment=self.alignment,
+            units=self.units,
+            reduce_each_backward=self.reduces_each,
+        )
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether hooks do what otherwise this test calls."""
+        return self.hooks and self.stage < 3
+
+    @property
+    def reduces_each(self) -> bool:
+        return self.each_backward and self.stage >= 2
 
     def losses(self, model: nn.Module, step: int, rank: int) -> Iterable[torch.Tensor]:
         for microbatch in range(self.num_microbatches):
@@ -65,13 +97,17 @@ cases = st.builds(
     Case,
     plan=network_plans((torch.float64, torch.float32)),
     num_ranks=st.integers(1, 8),
-    stage=st.sampled_from([0, 1]),
+    stage=st.sampled_from([0, 1, 2, 3]),
     bucket_bytes=st.sampled_from([1, 100, 400, 10**6]),
     alignment=st.sampled_from([1, 4, 32]),
     num_microbatches=st.integers(1, 3),
     armed=st.booleans(),
     optimizer=st.sampled_from(["adamw", "sgd"]),
     seed=st.integers(0, 1000),
+    units=st.sampled_from([None, by_class(nn.Linear), by_name("layers.*"), by_size(20)]),
+    each_backward=st.booleans(),
+    hooks=st.booleans(),
+    keep_gathered=st.booleans(),
 )
 
 
@@ -89,16 +125,24 @@ def run_step(
     parallel: DataParallel, optimizer: torch.optim.Optimizer, case: Case, step: int, rank: int
 ) -> Snapshot:
     parallel.zero_grad()
+    parallel.await_weights()
     for microbatch, loss in enumerate(case.losses(parallel.module, step, rank)):
         if case.armed and microbatch == case.num_microbatches - 1:
             parallel.last_backward()
         loss.backward()
-    parallel.reduce()
+        if case.reduces_each and not case.is_driven:
+            parallel.reduce()
+        if not case.keep_gathered:
+            parallel.release()
+            parallel.await_weights()
+    if not case.reduces_each or case.is_driven:
+        parallel.reduce()
     parallel.wait()
     pieces = parallel.pieces
     gradients = {name: piece.parameter.grad.clone() for name, piece in pieces.items()}
     optimizer.step()
     parallel.publish()
+    parallel.await_weights()
     parameters = {name: piece.parameter for name, piece in pieces.items()}
     return Snapshot(
         gradients,
@@ -110,9 +154,9 @@ def run_step(
 
 def train_rank(comm: Communicator, case: Case) -> tuple[dict[str, Piece], list[Snapshot]]:
     mesh = Mesh(comm, MeshShape(dp=comm.size))
-    policy = ShardPolicy(stage=case.stage, bucket_bytes=case.bucket_bytes, alignment=case.alignment)
     # Other weights on other ranks: those of the first one count.
-    parallel = data_parallel(Network(case.plan, seed=comm.rank), mesh, policy)
+    model = Network(case.plan, seed=comm.rank)
+    parallel = data_parallel(model, mesh, case.policy, hooks=case.is_driven)
     pieces = parallel.pieces
     optimizer = OPTIMIZERS[case.optimizer](
         [piece.parameter for piece in pieces.values()] or [nn.Parameter(torch.zeros(1))]

@@ -51,23 +51,22 @@ class Bucket:
 
     def link(self, member: Member) -> None:
         """Let one gradient stand in the flat buffer."""
+        self.sums.collect()
         self.sums.open()
         member.link_gradient()
 
     def start_reduction(self) -> None:
-        """Start summing the gradients over the data ranks; missing ones are zero."""
+        """Start summing the gradients over the data ranks; missing ones are zero.
+
+        Where memory is lent the parameters have no gradient from here on: what autograd still adds
+        does not reach memory that is being sent.
+        """
         self.sums.collect()
         self.sums.open()
         for member in self.members:
             member.link_gradient()
         self.is_started = True
         self.sums.start()
-
-    def collect(self) -> None:
-        """Wait for the sums over the data ranks; where memory was lent the gradients are gone."""
-        if not self.sums.in_flight:
-            return
-        self.sums.collect()
         if self.sums.is_lent:
             self.drop_gradients()
 
@@ -88,10 +87,14 @@ class Bucket:
         for kept in self.kept:
             kept.piece.parameter.grad = kept.gradient
 
-    def forget_gradients(self) -> None:
-        """Begin a step without gradients."""
+    def reopen(self) -> None:
+        """Take gradients again in the same step."""
         self.is_started = False
         self.is_complete = False
+
+    def forget_gradients(self) -> None:
+        """Begin a step without gradients."""
+        self.reopen()
         self.drop_gradients()
         self.sums.begin()
         self.sums.close()

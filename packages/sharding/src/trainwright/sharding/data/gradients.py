@@ -100,6 +100,11 @@ class FlatGradients:
         self._has_sums = True
         self.close()
 
+    def fill(self) -> None:
+        """Let the sums be zero if no reduction was collected in this step."""
+        if self.is_lent and not self._has_sums:
+            self.kept.zero_()
+
     def add_partial(self) -> None:
         """Sum the kept range over the further axes, the last of them still under way."""
         for communicator in self.partial:

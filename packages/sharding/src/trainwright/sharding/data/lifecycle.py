@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -16,6 +16,9 @@ from trainwright.sharding.data.reducer import Phase, Reducer
 from trainwright.sharding.data.unit import Unit
 from trainwright.sharding.mesh import Mesh
 
+Check = Callable[[], None]
+"""Raises on every rank if gradients must not be reduced as they are."""
+
 
 class DataParallel:
     """A module whose gradients are summed over the data-parallel ranks, made by `data_parallel`.
@@ -27,11 +30,14 @@ class DataParallel:
     parameter without gradient contributes zeros. Sums are never divided.
     """
 
-    def __init__(self, module: nn.Module, flat: FlatModel, mesh: Mesh) -> None:
+    def __init__(
+        self, module: nn.Module, flat: FlatModel, mesh: Mesh, reducer: Reducer, check: Check
+    ) -> None:
         self._module = module
         self._mesh = mesh
         self._flat = flat
-        self._reducer = Reducer(flat.buckets)
+        self._reducer = reducer
+        self._check = check
         self._first = True
         self._units = {
             plan.name: Unit(plan.name, plan.module, buckets, self._reducer.complete)
@@ -137,12 +143,18 @@ class DataParallel:
     def reduce(self) -> None:
         """Start the reductions that have not started; every rank calls it, also without backward.
 
+        With ``reduce_each_backward`` and without hooks every call reduces what came since the one
+        before, so that it is called after each micro-batch, on all data ranks alike.
+
         Raises:
-            LifecycleError: A parameter was replaced, moved, frozen, unfrozen or added.
+            LifecycleError: A parameter was replaced, moved, frozen, unfrozen or added; with
+                ``missing_gradients="error"`` also, on every rank, where one has no gradient.
 
         Communicates:
             One all-reduce a bucket (stage 0: 2 (N-1)/N of its bytes a rank), or one reduce-scatter
-            (from stage 1 on: (N-1)/N), over the data axes of its group.
+            (from stage 1 on: (N-1)/N), over the data axes of its group. With
+            ``missing_gradients="error"`` or ``reduce_each_backward`` under hooks also one
+            all-reduce of 8 bytes, whose result the host reads.
         """
         if self._reducer.phase is not Phase.ACCUMULATING:
             return
@@ -150,6 +162,7 @@ class DataParallel:
         if self._first:
             self._flat.check_complete(self._module)
             self._first = False
+        self._check()
         self._reducer.start_all()
 
     def wait(self) -> None:
@@ -164,7 +177,7 @@ class DataParallel:
         """
         if self._reducer.phase is Phase.REDUCED:
             return
-        if self._reducer.phase is Phase.ACCUMULATING:
+        if not self._reducer.can_wait:
             raise LifecycleError("wait() before reduce(); call reduce() after the last backward")
         self._reducer.finish()
 

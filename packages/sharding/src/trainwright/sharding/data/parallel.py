@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import nn
 
-from trainwright.sharding.data.build import flatten_model
+from trainwright.collectives import Communicator
+from trainwright.sharding.data.build import FlatModel, flatten_model
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.data.materialize import Initializer
+from trainwright.sharding.data.missing import check_no_gradient_is_missing
 from trainwright.sharding.data.parameters import collect_parameters
 from trainwright.sharding.data.policy import ShardPolicy
 from trainwright.sharding.data.reducer import Reducer
+from trainwright.sharding.data.rounds import BackwardRounds, DrivenRounds
 from trainwright.sharding.data.units import runs
 from trainwright.sharding.errors import NotAvailableError, ShardingError
 from trainwright.sharding.mesh import Mesh
 from trainwright.sharding.placement import ParameterPlacement
+
+_STAGE = ("dp", "cp", "tp")
 
 
 def data_parallel(
@@ -69,10 +74,49 @@ def data_parallel(
     driven = hooks and policy.stage == 3
     if driven:
         _check_driver(model, policy)
-    parallel = DataParallel(model, flatten_model(model, parameters, mesh, policy, initialize), mesh)
+    flat = flatten_model(model, parameters, mesh, policy, initialize)
+    agree = _join_stage(mesh) if _needs_agreement(policy, hooks=hooks) else None
+    parallel = DataParallel(
+        model,
+        flat,
+        mesh,
+        _choose_reducer(flat, policy, agree, hooks=hooks),
+        _choose_check(flat, policy, agree, mesh),
+    )
     if driven:
-        _drive(parallel, policy)
+        _drive(parallel, policy, _join_stage(mesh))
     return parallel
+
+
+def _needs_agreement(policy: ShardPolicy, *, hooks: bool) -> bool:
+    return policy.missing_gradients == "error" or (policy.reduce_each_backward and hooks)
+
+
+def _join_stage(mesh: Mesh) -> Communicator:
+    """Return a communicator of its own of the ranks of a pipeline stage, which step together."""
+    stage = mesh.communicator(*_STAGE)
+    agree = stage.split(0, stage.rank)
+    assert agree is not None
+    return agree
+
+
+def _choose_reducer(
+    flat: FlatModel, policy: ShardPolicy, agree: Communicator | None, *, hooks: bool
+) -> Reducer:
+    if not policy.reduce_each_backward:
+        return Reducer(flat.buckets, early=policy.missing_gradients == "zero")
+    if hooks and agree is not None:
+        return BackwardRounds(flat.buckets, agree)
+    return DrivenRounds(flat.buckets)
+
+
+def _choose_check(
+    flat: FlatModel, policy: ShardPolicy, agree: Communicator | None, mesh: Mesh
+) -> Callable[[], None]:
+    if agree is None or policy.missing_gradients == "zero":
+        return lambda: None
+    ranks = mesh.ranks(*_STAGE)
+    return partial(check_no_gradient_is_missing, flat.buckets, agree, ranks)
 
 
 def _check_driver(model: nn.Module, policy: ShardPolicy) -> None:
@@ -91,12 +135,9 @@ def _check_driver(model: nn.Module, policy: ShardPolicy) -> None:
             )
 
 
-def _drive(parallel: DataParallel, policy: ShardPolicy) -> None:
+def _drive(parallel: DataParallel, policy: ShardPolicy, agree: Communicator) -> None:
     """Let module hooks gather and release the units that are cut."""
     driver = importlib.import_module("trainwright.sharding.data.hooks").HookDriver
-    stage = parallel.mesh.communicator("dp", "cp", "tp")
-    agree = stage.split(0, stage.rank)
-    assert agree is not None
     units = [unit for unit in parallel.units.values() if unit.is_cut]
     driver(units, parallel.module, agree, policy.live_units, policy.release_after_forward)
 

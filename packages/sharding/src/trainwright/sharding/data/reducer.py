@@ -26,13 +26,15 @@ class Reducer:
 
     Args:
         buckets: In the order in which they are reduced on every rank.
+        early: Whether a reduction may start before `start_all`.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], *, early: bool = True) -> None:
         self.phase = Phase.ACCUMULATING
         self.touched = False
         self._buckets = buckets
-        self._armed = False
+        self._early = early
+        self._is_counting = False
         self._epoch = 0
         self._next = 0
         for bucket in buckets:
@@ -40,6 +42,11 @@ class Reducer:
                 member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     partial(self.on_gradient, bucket, member)
                 )
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether `finish` has something to finish."""
+        return self.phase is Phase.REDUCING
 
     @property
     def in_flight(self) -> bool:
@@ -53,18 +60,14 @@ class Reducer:
             bucket.forget_gradients()
         self.phase = Phase.ACCUMULATING
         self.touched = False
-        self._armed = False
+        self._is_counting = False
         self._next = 0
 
     def arm(self) -> None:
         """Count the gradients of the next backward, and start what is complete."""
         self.check_accumulating("last_backward()")
-        if self._armed:
-            return
-        self._armed = True
-        self._epoch += 1
-        for bucket in self._buckets:
-            bucket.pending = len(bucket.members)
+        if not self._is_counting:
+            self._count()
 
     def complete(self, buckets: Sequence[Bucket]) -> None:
         """Let buckets start as soon as those before them have."""
@@ -83,16 +86,16 @@ class Reducer:
     def finish(self) -> None:
         """Wait for all reductions, and give the sums to the pieces."""
         for bucket in self._buckets:
-            if bucket.sums.is_open:
+            if not bucket.sums.is_lent:
                 for member in bucket.members:
                     member.check_linked()
         for bucket in self._buckets:
-            bucket.collect()
+            bucket.sums.collect()
             bucket.sums.add_partial()
         for bucket in self._buckets:
             bucket.finish_reduction()
         self.phase = Phase.REDUCED
-        self._armed = False
+        self._is_counting = False
 
     def check_accumulating(self, what: str) -> None:
         """Raise where gradients were reduced already."""
@@ -112,12 +115,18 @@ class Reducer:
         self.touched = True
         if gradient is not member.gradient:
             bucket.link(member)
-        if self._armed and member.epoch != self._epoch:
+        if self._is_counting and member.epoch != self._epoch:
             member.epoch = self._epoch
             bucket.pending -= 1
             if bucket.pending == 0:
                 bucket.is_complete = True
                 self._start_complete()
+
+    def _count(self) -> None:
+        self._is_counting = True
+        self._epoch += 1
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.members)
 
     def _refuse(self, member: Member) -> None:
         self.check_accumulating(f"a gradient of {member.name} arrived: backward")
@@ -130,6 +139,8 @@ class Reducer:
     def _start_complete(self) -> None:
         # Strictly in order: ranks whose backwards complete buckets in different orders, or skip
         # layers, still call the same collectives one after the other.
+        if not self._early:
+            return
         while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
             self._buckets[self._next].start_reduction()
             self._next += 1
