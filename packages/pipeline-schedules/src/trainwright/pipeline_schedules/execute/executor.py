@@ -207,12 +207,19 @@ class PipelineExecutor:
         return StepResult(loss_sum, tuple(timeline) if timed else None)
 
     def _give_up(self, cause: BaseException, instruction: Instruction | None, run: Run) -> None:
-        """Say where it happened, release weights, and tell the peers unless they told us."""
+        """Say where it happened, release weights and tell the peers."""
         transport = self._parts.links.transport
         place = "pipeline: last sends" if instruction is None else instruction.label
         cause.add_note(f"in {place} on rank {transport.rank} of the pipeline")
-        for failure in run.release_all():
+        failures = run.release_whole()
+        self._tell(cause)
+        # Last, since it may wait for data-parallel peers that wait for whom we had to tell.
+        for failure in failures + run.release_coming():
             cause.add_note(f"and releasing weights failed: {failure!r}")
+
+    def _tell(self, cause: BaseException) -> None:
+        """Stop the other ranks of the pipeline, unless one of them stopped this one."""
+        transport = self._parts.links.transport
         abort = getattr(transport, "abort", None)
         if abort is None or transport.size == 1 or isinstance(cause, PeerFailedError):
             return

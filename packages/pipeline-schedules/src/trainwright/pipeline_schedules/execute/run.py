@@ -90,7 +90,8 @@ class Run:
         self._gradients: dict[Slot, list[torch.Tensor]] = {}
         self._leaving_gradients: dict[Slot, list[torch.Tensor]] = {}
         self._loss_sum: torch.Tensor | None = None
-        self._gathered: dict[int, WeightKeeper] = {}
+        self._coming: dict[int, WeightKeeper] = {}
+        self._whole: dict[int, WeightKeeper] = {}
 
     def perform(self, instruction: Instruction) -> None:
         """Do what one instruction says."""
@@ -104,30 +105,29 @@ class Run:
             return torch.zeros((), dtype=torch.float64, device=device)
         return self._loss_sum
 
-    def release_all(self) -> list[Exception]:
-        """Release what is gathered, after a failure; gives back what failed on top of it."""
-        failures: list[Exception] = []
-        while self._gathered:
-            _, keeper = self._gathered.popitem()
-            try:
-                keeper.release()
-            except Exception as failure:
-                failures.append(failure)
-        return failures
+    def release_whole(self) -> list[Exception]:
+        """After a failure, release what is whole; gives back what failed on top of it."""
+        return _release(self._whole)
+
+    def release_coming(self) -> list[Exception]:
+        """After a failure, release what was gathered and not awaited, which may wait for peers."""
+        return _release(self._coming)
 
     def _gather(self, instruction: Instruction) -> None:
         keeper = self._parts.weights[instruction.stage]
         # Noted first: what raises half-way has to be released too.
-        self._gathered[id(keeper)] = keeper
+        self._coming[id(keeper)] = keeper
         keeper.gather()
 
     def _await_weights(self, instruction: Instruction) -> None:
-        self._parts.weights[instruction.stage].await_weights()
+        keeper = self._parts.weights[instruction.stage]
+        keeper.await_weights()
+        self._whole[id(keeper)] = self._coming.pop(id(keeper))
 
     def _release(self, instruction: Instruction) -> None:
         keeper = self._parts.weights[instruction.stage]
         keeper.release()
-        del self._gathered[id(keeper)]
+        del self._whole[id(keeper)]
 
     def _expect_input(self, instruction: Instruction) -> None:
         self._transfers.expect_input(_slot(instruction))
@@ -237,6 +237,17 @@ _HANDLERS: Mapping[Operation, Callable[[Run, Instruction], None]] = {
     Operation.AWAIT_WEIGHTS: Run._await_weights,
     Operation.RELEASE: Run._release,
 }
+
+
+def _release(gathered: dict[int, WeightKeeper]) -> list[Exception]:
+    failures: list[Exception] = []
+    while gathered:
+        _, keeper = gathered.popitem()
+        try:
+            keeper.release()
+        except Exception as failure:
+            failures.append(failure)
+    return failures
 
 
 def _slot(instruction: Instruction) -> Slot:
