@@ -45,7 +45,7 @@ def test_an_export_has_no_padding_whatever_the_groups() -> None:
     }
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("shape", [(5, 4), (1, 4), ()])
 def test_a_full_tensor_is_loaded_and_collected_where_sizes_do_not_divide(
     shape: tuple[int, ...], stage: int
@@ -70,7 +70,7 @@ def test_a_full_tensor_is_loaded_and_collected_where_sizes_do_not_divide(
     def run(world: Communicator) -> dict[str, torch.Tensor]:
         mesh = Mesh(world, MeshShape(dp=2, tp=2))
         policy = ShardPolicy(stage=stage, alignment=1)
-        parallel = data_parallel(One(mesh.communicator("tp")), mesh, policy)
+        parallel = data_parallel(One(mesh.communicator("tp")), mesh, policy, hooks=False)
         load_full(parallel, {"weight": whole} if world.rank == 0 else None)
         return full_state_dict(parallel)
 
@@ -92,7 +92,7 @@ class Tied(nn.Module):
         return self.head(self.emb(tokens)).logsumexp(-1).sum()
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tied_weights_train_as_one_and_are_exported_under_both_names(stage: int) -> None:
     # SHD-22
     plain = Tied()
@@ -107,6 +107,7 @@ def test_tied_weights_train_as_one_and_are_exported_under_both_names(stage: int)
         optimizer = torch.optim.Adam((p.parameter for p in parallel.pieces.values()), lr=0.1)
         for _ in range(2):
             parallel.zero_grad()
+            parallel.await_weights()
             parallel.module(torch.tensor([world.rank, 2])).backward()
             parallel.reduce()
             parallel.wait()
@@ -139,12 +140,12 @@ class Stage(nn.Module):
             nn.init.constant_(self.get_submodule(name).weight, 7.0)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_full_state_joins_the_stages_of_a_pipeline(stage: int) -> None:
     def run(world: Communicator) -> dict[str, torch.Tensor]:
         mesh = Mesh(world, MeshShape(pp=3, dp=2))
         module = Stage(mesh.coordinate("pp"), same_name=True)
-        parallel = data_parallel(module, mesh, ShardPolicy(stage=stage, alignment=1))
+        parallel = data_parallel(module, mesh, ShardPolicy(stage=stage, alignment=1), hooks=False)
         state = full_state_dict(parallel)
         changed = {name: tensor + 1 for name, tensor in state.items()}
         load_full(parallel, changed or None)

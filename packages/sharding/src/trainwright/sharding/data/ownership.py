@@ -30,7 +30,8 @@ def piece_spec_on(
         dp_replicate: ``mesh.size("dp_replicate")``: how many such communicators repeat each other.
 
     Returns:
-        What `Piece.spec` says there, or None where that rank keeps nothing of it.
+        What `Piece.spec` says there, or None where that rank keeps nothing of it. (Where one rank
+        keeps all, "dp" stands for "dp_replicate": the ranks are the same.)
 
     Raises:
         ShardingError: The parameter is not in the layout, or there is no such rank.
