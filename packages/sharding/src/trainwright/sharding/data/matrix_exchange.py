@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from trainwright.collectives import Communicator, ShardSpec
-from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.matrix_owners import Round, assign_owners, plan_rounds
 
 Update = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]
@@ -78,7 +77,7 @@ class Fleet:
             shape = matrix.spec.local_shape
             assert matrix.parameter is not None
             weights[name] = matrix.parameter.detach().view(shape)
-            gradients[name] = gradient_of(matrix, name).view(shape)
+            gradients[name] = _gradient(matrix).view(shape)
         update(weights, gradients)
 
     def _update_round(self, share: Round, data: Communicator, update: Update) -> None:
@@ -129,7 +128,7 @@ class Fleet:
         matrix = self.matrices[name]
         if matrix.parameter is None:
             return []
-        return [gradient_of(matrix, name).reshape(-1), matrix.parameter.detach().view(-1)]
+        return [_gradient(matrix).reshape(-1), matrix.parameter.detach().view(-1)]
 
     def _held(self, name: str, rank: int) -> int:
         start, stop = self.matrices[name].ranges[rank]
@@ -144,17 +143,9 @@ class Fleet:
         return next(iter(self.matrices.values())).like
 
 
-def gradient_of(matrix: Matrix, name: str) -> torch.Tensor:
-    """Return the reduced gradient of this rank's piece.
-
-    Raises:
-        LifecycleError: It has none.
-    """
+def _gradient(matrix: Matrix) -> torch.Tensor:
     assert matrix.parameter is not None
-    if matrix.parameter.grad is None:
-        raise LifecycleError(
-            f"{name} has no reduced gradient; call reduce() and wait() before the optimizer"
-        )
+    assert matrix.parameter.grad is not None
     return matrix.parameter.grad.detach()
 
 

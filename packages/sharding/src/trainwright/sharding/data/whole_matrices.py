@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,14 @@ from torch import nn
 
 from trainwright.collectives import Communicator, ShardSpec
 from trainwright.sharding.data.axes import DataAxes
+from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.layout import GroupLayout
 from trainwright.sharding.data.lifecycle import DataParallel
-from trainwright.sharding.data.matrix_exchange import Fleet, Matrix, gradient_of
+from trainwright.sharding.data.matrix_exchange import Fleet, Matrix
 from trainwright.sharding.data.ownership import piece_spec_on
 from trainwright.sharding.data.selection import KnownParameters, Selection
 from trainwright.sharding.errors import NotAvailableError, ShardingError
+from trainwright.sharding.mesh.shape import DENSE_AXES, EXPERT_AXES
 
 MatrixOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of the parameters given, here always one whole matrix."""
@@ -65,7 +67,8 @@ class WholeMatrices(torch.optim.Optimizer):
         if not names:
             raise ShardingError("WholeMatrices was given no trainable parameter")
         specs = {name: known.trained[name] for name in names}
-        _check_whole(specs)
+        _check_whole(names, parallel)
+        self._parallel = parallel
         self._specs = specs
         self._fleets = _make_fleets(parallel, specs, round_bytes)
         found = {name: m for fleet in self._fleets for name, m in fleet.matrices.items()}
@@ -113,10 +116,13 @@ class WholeMatrices(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for fleet in self._fleets:
-            for name, matrix in fleet.matrices.items():
-                if matrix.parameter is not None:
-                    gradient_of(matrix, name)
+        # Of all pieces: a rank that keeps nothing of the matrices must raise with the others.
+        missing = [n for n, piece in self._parallel.pieces.items() if piece.parameter.grad is None]
+        if missing:
+            raise LifecycleError(
+                f"{missing[0]} has no reduced gradient; call reduce() and wait() before step(), "
+                "and clear gradients (the DataParallel's zero_grad()) after all optimizers"
+            )
         self._push_options()
         for fleet in self._fleets:
             fleet.update(self._update)
@@ -200,22 +206,29 @@ class WholeMatrices(torch.optim.Optimizer):
             part.grad = None
 
 
-def _check_whole(specs: Mapping[str, ShardSpec]) -> None:
-    cut = [name for name, spec in specs.items() if spec.total < _numel(spec)]
-    if cut:
-        spec = specs[cut[0]]
-        raise NotAvailableError(
-            f"{', '.join(cut)}: this rank's data ranks hold {spec.total} of {_numel(spec)} "
-            f"elements of {cut[0]} between them, the rest is with other tensor or expert ranks; "
-            "leave these to an element-wise optimizer"
-        )
+def _check_whole(names: Sequence[str], parallel: DataParallel) -> None:
+    # By the plan, which is the same on every rank, whatever pieces a rank keeps.
+    groups = _groups_of(parallel)
+    for name in names:
+        key = groups[name].key
+        named = {*key.reduction_axes, *key.replicated_axes}
+        view = EXPERT_AXES if named & (set(EXPERT_AXES) - {"pp"}) else DENSE_AXES
+        for axis in view:
+            size = parallel.mesh.size(axis)
+            if axis != "pp" and axis not in key.replicated_axes and size > 1:
+                raise NotAvailableError(
+                    f"{name} is cut over {axis}={size}, so that no data rank's peers hold the "
+                    "whole of it; leave it to an element-wise optimizer"
+                )
 
 
-def _numel(spec: ShardSpec) -> int:
-    numel = 1
-    for size in spec.global_shape:
-        numel *= size
-    return numel
+def _groups_of(parallel: DataParallel) -> dict[str, GroupLayout]:
+    return {
+        part.name: group
+        for group in parallel.layout
+        for bucket in group.buckets
+        for part in bucket.parameters
+    }
 
 
 def _absent(matrix: Matrix) -> nn.Parameter:
@@ -232,12 +245,7 @@ def _make_fleets(
     parallel: DataParallel, specs: Mapping[str, ShardSpec], round_bytes: int
 ) -> list[Fleet]:
     pieces = parallel.pieces
-    groups = {
-        part.name: group
-        for group in parallel.layout
-        for bucket in group.buckets
-        for part in bucket.parameters
-    }
+    groups = _groups_of(parallel)
     device = next(parallel.module.parameters()).device
     axes = DataAxes(parallel.mesh, stage=1)  # where anything is cut at all
     fleets: dict[tuple[object, ...], dict[str, Matrix]] = {}
