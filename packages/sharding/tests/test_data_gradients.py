@@ -13,7 +13,7 @@ from trainwright.collectives import Communicator, LocalWorld
 from trainwright.sharding.data import LifecycleError
 from trainwright.sharding.data.testing import Scalars, finish, wrap
 
-STAGES = pytest.mark.parametrize("stage", [0, 1])
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 
 
@@ -280,6 +280,7 @@ def test_weights_loaded_into_the_module_reach_the_masters(stage: int) -> None:
         model.load_state_dict({"weight": torch.full((1, 3), 2.0)})
         parallel.load_masters()
         parallel.publish()
+        parallel.await_weights()
         held = [model.weight, *(piece.parameter for piece in parallel.pieces.values())]
         return [value for tensor in held for value in tensor.flatten().tolist()]
 
@@ -297,6 +298,7 @@ def test_masters_set_by_a_checkpoint_reach_every_ranks_module(stage: int) -> Non
             for piece in parallel.pieces.values():
                 piece.parameter.copy_(piece.spec.extract(whole).view(piece.parameter.shape))
         parallel.publish()
+        parallel.await_weights()
         return model.weight.flatten().tolist()
 
     assert LocalWorld(3).run(run) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 3
@@ -390,6 +392,7 @@ def test_a_step_that_is_skipped_leaves_weights_as_they_were(stage: int) -> None:
         model(torch.full((1, 3), torch.inf)).sum().backward()
         finish(parallel)
         parallel.publish()
+        parallel.await_weights()
         parallel.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
         finish(parallel)

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import nn
 
 from trainwright.collectives import SingleCommunicator
-from trainwright.sharding.data import LifecycleError, ShardPolicy, data_parallel
+from trainwright.sharding.data import LifecycleError, ShardPolicy
+from trainwright.sharding.data.testing import wrap_on
 from trainwright.sharding.mesh import Mesh, MeshShape
 
 NAMES = ("a", "b", "c")
@@ -22,7 +23,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     """One rank's step; expected values are plain numbers, all exact in bfloat16."""
 
     @initialize(
-        stage=st.sampled_from([0, 1]),
+        stage=st.sampled_from([0, 1, 2, 3]),
         dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
     )
     def make(self, stage: int, dtype: torch.dtype) -> None:
@@ -30,7 +31,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         for name in NAMES:
             self.model.register_parameter(name, nn.Parameter(torch.zeros((), dtype=dtype)))
         mesh = Mesh(SingleCommunicator(), MeshShape())
-        self.parallel = data_parallel(self.model, mesh, ShardPolicy(stage=stage, bucket_bytes=1))
+        self.parallel = wrap_on(mesh, self.model, ShardPolicy(stage=stage, bucket_bytes=1))
         self.pieces = {name: piece.parameter for name, piece in self.parallel.pieces.items()}
         self.optimizer = torch.optim.SGD(self.pieces.values(), lr=1.0)
         self.masters = dict.fromkeys(NAMES, 0.0)

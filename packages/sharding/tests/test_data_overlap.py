@@ -9,24 +9,27 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainwright.collectives import Communicator, LocalWorld
-from trainwright.sharding.data import DataParallel, ShardPolicy, data_parallel
+from trainwright.sharding.data import DataParallel, ShardPolicy, by_class
 from trainwright.sharding.data.testing import (
     Network,
     NetworkPlan,
     RecordedCall,
     RecordingCommunicator,
+    wrap_on,
 )
 from trainwright.sharding.mesh import Mesh, MeshShape
 
 PLAN = NetworkPlan(hidden=4, depth=3)
-NUM_BUCKETS = 9  # one for each parameter of the plan when a bucket holds one byte
+# One bucket for each parameter of the plan when a bucket holds one byte; at stage 3 for each layer.
+NUM_BUCKETS = {0: 9, 1: 9, 2: 9, 3: 5}
 
 
 def make(
     comm: Communicator, calls: list[RecordedCall], model: nn.Module, **policy: object
 ) -> DataParallel:
     mesh = Mesh(RecordingCommunicator(comm, calls), MeshShape(dp=comm.size))
-    parallel = data_parallel(model, mesh, ShardPolicy(**{"bucket_bytes": 1, **policy}))
+    chosen = {"bucket_bytes": 1, "units": by_class(nn.Linear), **policy}
+    parallel = wrap_on(mesh, model, ShardPolicy(**chosen))
     calls.clear()
     return parallel
 
@@ -35,7 +38,7 @@ def backward(parallel: DataParallel, skipped: frozenset[int] = frozenset()) -> N
     parallel.module(torch.ones(2, PLAN.inputs, dtype=PLAN.dtype), skipped).sum().backward()
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_reduction_starts_while_the_last_backward_still_runs(stage: int) -> None:
     def run(comm: Communicator) -> list[int]:
         calls: list[RecordedCall] = []
@@ -56,11 +59,12 @@ def test_a_reduction_starts_while_the_last_backward_still_runs(stage: int) -> No
         return seen
 
     for seen in LocalWorld(2).run(run):
-        # All but the first layer's two before its backward, everything before reduce().
-        assert seen == [NUM_BUCKETS - 2, NUM_BUCKETS, NUM_BUCKETS]
+        # All but the first layer's before its backward, everything before reduce().
+        every = NUM_BUCKETS[stage]
+        assert seen == [every - (1 if stage == 3 else 2), every, every]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_without_last_backward_nothing_is_sent_before_reduce(stage: int) -> None:
     def run(comm: Communicator) -> list[int]:
         calls: list[RecordedCall] = []
@@ -71,11 +75,11 @@ def test_without_last_backward_nothing_is_sent_before_reduce(stage: int) -> None
         parallel.reduce()
         return [before, len(calls)]
 
-    assert LocalWorld(2).run(run) == [[0, NUM_BUCKETS]] * 2
+    assert LocalWorld(2).run(run) == [[0, NUM_BUCKETS[stage]]] * 2
 
 
 @given(
-    stage=st.sampled_from([0, 1]),
+    stage=st.sampled_from([0, 1, 2, 3]),
     num_ranks=st.integers(2, 5),
     num_microbatches=st.integers(0, 3),
     bucket_bytes=st.sampled_from([1, 300, 10**6]),
@@ -121,14 +125,17 @@ def test_a_bucket_whose_predecessor_is_incomplete_waits_for_reduce() -> None:
         parallel.wait()
         return [before, len(calls)]
 
-    assert LocalWorld(2).run(run) == [[0, NUM_BUCKETS]] * 2
+    assert LocalWorld(2).run(run) == [[0, NUM_BUCKETS[0]]] * 2
 
 
-def test_a_step_moves_one_reduction_and_at_stage_one_a_gather_of_all_elements() -> None:
+def test_a_step_moves_one_reduction_and_a_gather_of_all_elements_where_weights_are_cut() -> None:
     def run(comm: Communicator, stage: int) -> list[tuple[str, int]]:
         calls: list[RecordedCall] = []
         model = Network(NetworkPlan(inputs=4, hidden=8, depth=2, outputs=4))
-        parallel = make(comm, calls, model, stage=stage, alignment=1, bucket_bytes=10**6)
+        policy = {"stage": stage, "alignment": 1, "bucket_bytes": 10**6, "units": None}
+        parallel = make(comm, calls, model, **policy)
+        parallel.release()
+        parallel.await_weights()
         model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
         parallel.reduce()
         parallel.wait()
@@ -136,16 +143,19 @@ def test_a_step_moves_one_reduction_and_at_stage_one_a_gather_of_all_elements() 
         return [(call.operation, call.numel) for call in calls]
 
     total = 4 * 8 + 8 + 2 * (64 + 8) + 32
+    reduced, gathered = ("reduce_scatter", total), ("all_gather", total)
     assert LocalWorld(2).run(run, 0) == [[("all_reduce", total)]] * 2
-    assert LocalWorld(2).run(run, 1) == [[("reduce_scatter", total), ("all_gather", total)]] * 2
+    assert LocalWorld(2).run(run, 1) == [[reduced, gathered]] * 2
+    assert LocalWorld(2).run(run, 2) == [[reduced, gathered]] * 2
+    assert LocalWorld(2).run(run, 3) == [[gathered, reduced]] * 2
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_rank_alone_communicates_nothing(stage: int) -> None:
     def run(comm: Communicator) -> int:
         calls: list[RecordedCall] = []
         mesh = Mesh(RecordingCommunicator(comm, calls), MeshShape())
-        parallel = data_parallel(Network(PLAN), mesh, ShardPolicy(stage=stage))
+        parallel = wrap_on(mesh, Network(PLAN), ShardPolicy(stage=stage))
         parallel.last_backward()
         backward(parallel)
         parallel.reduce()
@@ -156,7 +166,7 @@ def test_one_rank_alone_communicates_nothing(stage: int) -> None:
     assert LocalWorld(1).run(run) == [0]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_travel_in_the_reduce_dtype_and_arrive_in_float32(stage: int) -> None:
     def run(comm: Communicator) -> tuple[set[torch.dtype], list[float], set[torch.dtype]]:
         calls: list[RecordedCall] = []

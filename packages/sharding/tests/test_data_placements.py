@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainwright.collectives import Communicator, LocalWorld, ShardSpec, SingleCommunicator
-from trainwright.sharding.data import ShardPolicy, data_parallel
-from trainwright.sharding.data.testing import RecordedCall, RecordingCommunicator
+from trainwright.sharding.data import ShardPolicy
+from trainwright.sharding.data.testing import RecordedCall, RecordingCommunicator, wrap_on
 from trainwright.sharding.mesh import Mesh, MeshShape
 from trainwright.sharding.placement import ParameterPlacement, Partial
 
-STAGES = pytest.mark.parametrize("stage", [0, 1])
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 def lone_mesh() -> Mesh:
@@ -62,7 +62,7 @@ class Found:
 def run_heads(comm: Communicator, shape: MeshShape, policy: ShardPolicy) -> Found:
     mesh = Mesh(comm, shape)
     model = Heads(shape.tp, mesh.coordinate("tp"))
-    parallel = data_parallel(model, mesh, policy)
+    parallel = wrap_on(mesh, model, policy)
     parallel.last_backward()
     model(rows_of(mesh.communicator("dp", "cp").rank)).backward()
     parallel.reduce()
@@ -81,7 +81,7 @@ def run_heads(comm: Communicator, shape: MeshShape, policy: ShardPolicy) -> Foun
     ).filter(lambda shape: shape.world_size <= 8),
     policy=st.builds(
         ShardPolicy,
-        stage=st.sampled_from([0, 1]),
+        stage=st.sampled_from([0, 1, 2, 3]),
         bucket_bytes=st.sampled_from([1, 10**6]),
         alignment=st.sampled_from([1, 2]),
     ),
@@ -115,7 +115,7 @@ def test_buckets_are_cut_over_data_and_context_ranks_together() -> None:
         calls: list[RecordedCall] = []
         mesh = Mesh(RecordingCommunicator(comm, calls), MeshShape(dp=2, cp=2, tp=2))
         model = nn.Linear(8, 1, bias=False)
-        parallel = data_parallel(model, mesh, ShardPolicy(stage=1, alignment=1))
+        parallel = wrap_on(mesh, model, ShardPolicy(stage=1, alignment=1))
         calls.clear()
         model(torch.ones(1, 8)).sum().backward()
         parallel.reduce()
@@ -135,7 +135,7 @@ def test_gradients_of_experts_are_summed_over_the_ranks_that_hold_them(stage: in
         model = nn.Linear(1, 1, bias=False)
         expert = mesh.coordinate("ep")
         placement = ParameterPlacement.sharded((2, 1), 0, rank=expert, size=2, axis="ep")
-        parallel = data_parallel(model, mesh, ShardPolicy(stage=stage), {"weight": placement})
+        parallel = wrap_on(mesh, model, ShardPolicy(stage=stage), {"weight": placement})
         # Both ranks that hold an expert have already seen the tokens of all that do not.
         (model.weight * 10**expert * (1 + mesh.coordinate("edp"))).backward()
         parallel.reduce()
@@ -152,7 +152,7 @@ def test_float64_weights_computed_with_in_sixteen_bits_keep_float64_masters() ->
     with torch.no_grad():
         model.weight.fill_(1 + 2.0**-40)
 
-    parallel = data_parallel(model, lone_mesh(), policy)
+    parallel = wrap_on(lone_mesh(), model, policy)
 
     assert parallel.pieces["weight"].parameter.item() == 1 + 2.0**-40
     assert model.weight.dtype == torch.bfloat16
@@ -169,7 +169,7 @@ def test_partial_sums_of_tensor_ranks_are_added_last_and_on_the_kept_range_only(
         model.norm = nn.Parameter(torch.ones(8))
         placement = ParameterPlacement.replicated((8,), {"tp": Partial()})
         policy = ShardPolicy(stage=stage, alignment=1)
-        parallel = data_parallel(model, mesh, policy, {"norm": placement})
+        parallel = wrap_on(mesh, model, policy, {"norm": placement})
         calls.clear()
         (model.norm.sum() * 2**comm.rank).backward()
         parallel.reduce()
@@ -188,7 +188,7 @@ def test_sums_over_two_further_axes_are_taken_one_after_the_other(stage: int) ->
         model = nn.Linear(1, 2, bias=False)
         placement = ParameterPlacement.replicated((2, 1), {"ep": Partial(), "etp": Partial()})
         policy = ShardPolicy(stage=stage, alignment=1)
-        parallel = data_parallel(model, mesh, policy, {"weight": placement})
+        parallel = wrap_on(mesh, model, policy, {"weight": placement})
         (model.weight.sum() * 2**comm.rank).backward()
         parallel.reduce()
         parallel.wait()
@@ -206,7 +206,7 @@ def test_replicated_key_value_weights_and_biases_are_summed_over_tensor_ranks(st
             for name, p in model.named_parameters()
         }
         mesh = Mesh(comm, MeshShape(tp=2))
-        parallel = data_parallel(model, mesh, ShardPolicy(stage=stage), placements)
+        parallel = wrap_on(mesh, model, ShardPolicy(stage=stage), placements)
         (model.weight * [1.0, 2.0][comm.rank] + model.bias * [0.5, 0.25][comm.rank]).backward()
         parallel.reduce()
         parallel.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,6 +21,35 @@ Check = Callable[[], None]
 """Raises on every rank if gradients must not be reduced as they are."""
 
 
+class UnitDriver(Protocol):
+    """What gathers and releases units while the module computes."""
+
+    def begin_step(self) -> None:
+        """Forget forwards whose backward never came."""
+        ...
+
+    def finish(self) -> None:
+        """End what is open, before gradients are reduced."""
+        ...
+
+    def reset(self) -> None:
+        """Leave what an exception broke off."""
+        ...
+
+
+class CallerDrives:
+    """The caller gathers and releases, or nothing is ever released."""
+
+    def begin_step(self) -> None:
+        """Nothing to forget."""
+
+    def finish(self) -> None:
+        """Nothing to end."""
+
+    def reset(self) -> None:
+        """Nothing to leave."""
+
+
 class DataParallel:
     """A module whose gradients are summed over the data-parallel ranks, made by `data_parallel`.
 
@@ -31,18 +61,24 @@ class DataParallel:
     """
 
     def __init__(
-        self, module: nn.Module, flat: FlatModel, mesh: Mesh, reducer: Reducer, check: Check
+        self,
+        module: nn.Module,
+        flat: FlatModel,
+        mesh: Mesh,
+        units: Mapping[str, Unit],
+        *,
+        reducer: Reducer,
+        driver: UnitDriver,
+        check: Check,
     ) -> None:
         self._module = module
-        self._mesh = mesh
         self._flat = flat
+        self._mesh = mesh
+        self._units = units
         self._reducer = reducer
+        self._driver = driver
         self._check = check
         self._first = True
-        self._units = {
-            plan.name: Unit(plan.name, plan.module, buckets, self._reducer.complete)
-            for plan, buckets in flat.units
-        }
         # Parameters that are not themselves what the optimizer updates.
         updated = {id(piece.parameter) for piece in flat.pieces.values()}
         self._copies = [
@@ -124,6 +160,10 @@ class DataParallel:
                 "zero_grad() would drop gradients that were accumulated but not reduced; call "
                 "reduce() and wait() after the last backward, or zero_grad(discard=True)"
             )
+        if discard:
+            self._driver.reset()
+        else:
+            self._driver.begin_step()
         self._reducer.begin()
         for parameter in self._flat.settled.values():
             parameter.grad = None
@@ -158,6 +198,7 @@ class DataParallel:
         """
         if self._reducer.phase is not Phase.ACCUMULATING:
             return
+        self._driver.finish()
         self._flat.check_intact()
         if self._first:
             self._flat.check_complete(self._module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -10,15 +9,17 @@ from torch import nn
 
 from trainwright.collectives import Communicator
 from trainwright.sharding.data.build import FlatModel, flatten_model
-from trainwright.sharding.data.lifecycle import DataParallel
+from trainwright.sharding.data.hooks import HookDriver
+from trainwright.sharding.data.lifecycle import CallerDrives, DataParallel, UnitDriver
 from trainwright.sharding.data.materialize import Initializer
 from trainwright.sharding.data.missing import check_no_gradient_is_missing
 from trainwright.sharding.data.parameters import collect_parameters
 from trainwright.sharding.data.policy import ShardPolicy
 from trainwright.sharding.data.reducer import Reducer
 from trainwright.sharding.data.rounds import BackwardRounds, DrivenRounds
+from trainwright.sharding.data.unit import Unit
 from trainwright.sharding.data.units import runs
-from trainwright.sharding.errors import NotAvailableError, ShardingError
+from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.mesh import Mesh
 from trainwright.sharding.placement import ParameterPlacement
 
@@ -73,19 +74,23 @@ def data_parallel(
             )
     driven = hooks and policy.stage == 3
     if driven:
-        _check_driver(model, policy)
+        _check_units_run(model, policy)
     flat = flatten_model(model, parameters, mesh, policy, initialize)
     agree = _join_stage(mesh) if _needs_agreement(policy, hooks=hooks) else None
-    parallel = DataParallel(
+    reducer = _choose_reducer(flat, policy, agree, hooks=hooks)
+    units = {
+        plan.name: Unit(plan.name, plan.module, buckets, reducer.complete)
+        for plan, buckets in flat.units
+    }
+    return DataParallel(
         model,
         flat,
         mesh,
-        _choose_reducer(flat, policy, agree, hooks=hooks),
-        _choose_check(flat, policy, agree, mesh),
+        units,
+        reducer=reducer,
+        driver=_drive(model, units, policy, mesh) if driven else CallerDrives(),
+        check=_choose_check(flat, policy, agree, mesh),
     )
-    if driven:
-        _drive(parallel, policy, _join_stage(mesh))
-    return parallel
 
 
 def _needs_agreement(policy: ShardPolicy, *, hooks: bool) -> bool:
@@ -119,14 +124,7 @@ def _choose_check(
     return partial(check_no_gradient_is_missing, flat.buckets, agree, ranks)
 
 
-def _check_driver(model: nn.Module, policy: ShardPolicy) -> None:
-    try:
-        importlib.import_module("trainwright.sharding.data.hooks")
-    except ImportError:
-        raise NotAvailableError(
-            "stage 3 driven by module hooks is not available yet; pass hooks=False and call "
-            "gather(), await_weights() and release()"
-        ) from None
+def _check_units_run(model: nn.Module, policy: ShardPolicy) -> None:
     for name, module in model.named_modules():
         if policy.units is not None and name and policy.units(name, module) and not runs(module):
             raise ShardingError(
@@ -135,11 +133,16 @@ def _check_driver(model: nn.Module, policy: ShardPolicy) -> None:
             )
 
 
-def _drive(parallel: DataParallel, policy: ShardPolicy, agree: Communicator) -> None:
+def _drive(
+    model: nn.Module, units: Mapping[str, Unit], policy: ShardPolicy, mesh: Mesh
+) -> UnitDriver:
     """Let module hooks gather and release the units that are cut."""
-    driver = importlib.import_module("trainwright.sharding.data.hooks").HookDriver
-    units = [unit for unit in parallel.units.values() if unit.is_cut]
-    driver(units, parallel.module, agree, policy.live_units, policy.release_after_forward)
+    cut = [unit for unit in units.values() if unit.is_cut]
+    if not cut:
+        return CallerDrives()
+    return HookDriver(
+        cut, model, _join_stage(mesh), policy.live_units, policy.release_after_forward
+    )
 
 
 def _check_memory_exists(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.data.parallel import data_parallel
 from trainwright.sharding.data.policy import ShardPolicy
 from trainwright.sharding.mesh import Mesh, MeshShape
+from trainwright.sharding.placement import ParameterPlacement
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 LossOfMicrobatch = Callable[[nn.Module, int], torch.Tensor]
@@ -117,10 +118,26 @@ class Scalars(nn.Module):
 
 
 def wrap(model: nn.Module, comm: Communicator | None = None, **policy: Any) -> DataParallel:
-    """Make a model data-parallel over all ranks of ``comm``, or alone, without alignment."""
+    """Make a model data-parallel over all ranks of ``comm``, or alone, without alignment.
+
+    At stage 3 the weights are gathered, and no hooks release them.
+    """
     comm = SingleCommunicator() if comm is None else comm
     mesh = Mesh(comm, MeshShape(dp=comm.size))
-    return data_parallel(model, mesh, ShardPolicy(**{"alignment": 1, **policy}))
+    return wrap_on(mesh, model, ShardPolicy(**{"alignment": 1, **policy}))
+
+
+def wrap_on(
+    mesh: Mesh,
+    model: nn.Module,
+    policy: ShardPolicy | None = None,
+    placements: Mapping[str, ParameterPlacement] | None = None,
+) -> DataParallel:
+    """Make a model data-parallel on a mesh; at stage 3 its weights are gathered, without hooks."""
+    is_cut = policy is not None and policy.stage == 3
+    parallel = data_parallel(model, mesh, policy, placements, hooks=not is_cut)
+    parallel.await_weights()
+    return parallel
 
 
 def finish(parallel: DataParallel) -> dict[str, float]:
