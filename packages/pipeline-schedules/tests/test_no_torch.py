@@ -22,6 +22,8 @@ import trainwright.pipeline_schedules as schedules
 
 schedule = schedules.lower(schedules.one_f_one_b(3, 4))
 schedules.verify(schedule)
+sharded = schedules.lower(schedules.gpipe(2, 2), schedules.WeightPlan(keep=0))
+schedules.draw(schedules.simulate(sharded, schedules.Costs(gather=1)))
 schedules.draw(schedules.simulate(schedule))
 schedules.to_csv(schedule)
 schedules.split_layers(4, 3)

@@ -54,17 +54,16 @@ def rule(schedule: Schedule, action: Action) -> tuple[list[str], list[tuple[str,
     }[action.kind]
 
 
-def stage_rule(schedule: Schedule, action: Action, whole: set[int], done: int, before: int) -> bool:
+def stage_rule(action: Action, whole: set[int], done: int, wanted: int) -> bool:
     """Whether a stage's weights can be gathered or released, or its gradients reduced, now.
 
-    ``done`` weight gradients of the stage are there, and ``before`` reductions of it are over.
+    ``done`` weight gradients of the stage are there, and ``wanted`` must be for its reduction.
     """
     if action.kind == Kind.GATHER:
         return action.stage not in whole
     if action.kind == Kind.RELEASE:
         return action.stage in whole
-    every = [a for _, a in schedule].count(action) == 1
-    return done == (schedule.num_microbatches if every else before + 1)
+    return done == wanted
 
 
 def runs_to_its_end(schedule: Schedule, capacity: int | None) -> bool:
@@ -74,6 +73,7 @@ def runs_to_its_end(schedule: Schedule, capacity: int | None) -> bool:
     facts = {("input", 0, i) for i in range(m)}
     sharded = {a.stage for _, a in schedule if a.kind in (Kind.GATHER, Kind.RELEASE)}
     whole: set[int] = set()
+    reductions = Counter(a.stage for _, a in schedule if a.kind == Kind.REDUCE)
     reduced: Counter[int] = Counter()
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
 
@@ -83,7 +83,8 @@ def runs_to_its_end(schedule: Schedule, capacity: int | None) -> bool:
         a = left[rank][0]
         if a.kind in (Kind.GATHER, Kind.RELEASE, Kind.REDUCE):
             done = sum(("weights", a.stage, i) in facts for i in range(m))
-            if not stage_rule(schedule, a, whole, done, reduced[a.stage]):
+            wanted = m if reductions[a.stage] == 1 else reduced[a.stage] + 1
+            if not stage_rule(a, whole, done, wanted):
                 return False
             whole.symmetric_difference_update([] if a.kind == Kind.REDUCE else [a.stage])
             reduced[a.stage] += a.kind == Kind.REDUCE

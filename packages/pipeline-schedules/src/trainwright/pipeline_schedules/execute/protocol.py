@@ -73,7 +73,8 @@ class WeightKeeper(Protocol):
 
     The weights are read between `await_weights` and `release` only. Between runs, and after one
     that raised, they are released. A keeper may serve several stages: it is gathered with the
-    first of those that need it and released when none does.
+    first of those that need it and released when none does. It then moves all its weights each
+    time, and so does more than `weight_traffic` says where a plan keeps fewer stages than it has.
     """
 
     def gather(self) -> None:
