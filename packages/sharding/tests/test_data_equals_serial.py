@@ -72,12 +72,8 @@ class Case:
             alignment=self.alignment,
             units=self.units,
             reduce_each_backward=self.reduces_each,
+            release_after_forward=not self.keep_gathered,
         )
-
-    @property
-    def is_driven(self) -> bool:
-        """Whether hooks do what otherwise this test calls."""
-        return self.hooks and self.stage < 3
 
     @property
     def reduces_each(self) -> bool:
@@ -125,17 +121,18 @@ def run_step(
     parallel: DataParallel, optimizer: torch.optim.Optimizer, case: Case, step: int, rank: int
 ) -> Snapshot:
     parallel.zero_grad()
-    parallel.await_weights()
+    if not case.hooks:
+        parallel.await_weights()
     for microbatch, loss in enumerate(case.losses(parallel.module, step, rank)):
         if case.armed and microbatch == case.num_microbatches - 1:
             parallel.last_backward()
         loss.backward()
-        if case.reduces_each and not case.is_driven:
+        if case.reduces_each and not case.hooks:
             parallel.reduce()
-        if not case.keep_gathered:
+        if not case.hooks and not case.keep_gathered:
             parallel.release()
             parallel.await_weights()
-    if not case.reduces_each or case.is_driven:
+    if not case.reduces_each or case.hooks:
         parallel.reduce()
     parallel.wait()
     pieces = parallel.pieces
@@ -143,12 +140,14 @@ def run_step(
     optimizer.step()
     parallel.publish()
     parallel.await_weights()
+    weights = {name: p.detach().clone() for name, p in parallel.module.named_parameters()}
+    parallel.release()
     parameters = {name: piece.parameter for name, piece in pieces.items()}
     return Snapshot(
         gradients,
         {name: parameter.detach().clone() for name, parameter in parameters.items()},
         optimizer_states(optimizer, parameters),
-        {name: p.detach().clone() for name, p in parallel.module.named_parameters()},
+        weights,
     )
 
 
@@ -156,7 +155,7 @@ def train_rank(comm: Communicator, case: Case) -> tuple[dict[str, Piece], list[S
     mesh = Mesh(comm, MeshShape(dp=comm.size))
     # Other weights on other ranks: those of the first one count.
     model = Network(case.plan, seed=comm.rank)
-    parallel = data_parallel(model, mesh, case.policy, hooks=case.is_driven)
+    parallel = data_parallel(model, mesh, case.policy, hooks=case.hooks)
     pieces = parallel.pieces
     optimizer = OPTIMIZERS[case.optimizer](
         [piece.parameter for piece in pieces.values()] or [nn.Parameter(torch.zeros(1))]
