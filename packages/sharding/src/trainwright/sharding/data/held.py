@@ -47,7 +47,7 @@ def held_tensors(parallel: DataParallel) -> list[HeldTensor]:
     frozen = parallel.frozen
     parameters = {id(parameter) for parameter in parallel.module.parameters()}
     found: list[HeldTensor] = []
-    for names, tensor in _named_tensors(parallel.module):
+    for names, tensor in named_tensors(parallel.module):
         name = next(iter(names))
         piece = pieces.get(name) or frozen.get(name)
         if piece is not None:
@@ -60,8 +60,11 @@ def held_tensors(parallel: DataParallel) -> list[HeldTensor]:
     return found
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[dict[str, int], torch.Tensor]]:
-    """Yield the names, with their places among all names, of each tensor of a state."""
+def named_tensors(module: nn.Module) -> Iterator[tuple[dict[str, int], torch.Tensor]]:
+    """Yield each parameter and persistent buffer of a module with all its names.
+
+    The names are in the order of ``state_dict``, each with its place among the names of all.
+    """
     # Not module.state_dict(): its hooks may refuse, or copy, what is released at the moment.
     names: dict[int, dict[str, int]] = {}
     tensors: dict[int, torch.Tensor] = {}
