@@ -141,12 +141,6 @@ class GatherOrder:
         self._staying.clear()
         self._never_used.clear()
 
-    def describe(self) -> str:
-        """Return the order of the pass by names."""
-        names = [repr(self._units[index].name) for index in self._sequence]
-        shown = names if len(names) <= 24 else [*names[:12], "…", *names[-12:]]
-        return ", ".join(shown) or "nothing"
-
     def _learn(self, want: int) -> None:
         lesson = self._lesson
         assert lesson is not None
@@ -183,7 +177,7 @@ class GatherOrder:
         while self._next < place:
             index = self._sequence[self._next]
             self._next += 1
-            if not self.stays(index):
+            if self._agree.size > 1 and not self.stays(index):
                 self._join(index)
 
     def _upcoming(self) -> Iterator[int]:
@@ -226,15 +220,13 @@ class GatherOrder:
         if not lesson.was_run:
             return  # nobody ran it: nothing was learned
         kind = lesson.kind
-        everything = set(range(len(self._units)))
+        # A unit that a forward used and its backward did not need is not needed later either.
+        unused = self._never_used
         if not kind.is_backward:
-            unused = everything - set(lesson.agreed)
-            if kind is Pass.FORWARD:
-                self._never_used = unused
-        else:
-            # A unit that a forward used and its backward did not need is not needed later either.
-            unused = self._never_used
-        sequence, fits = lesson.sequence(unused)
+            unused = set(range(len(self._units))) - set(lesson.agreed)
+        if kind is Pass.FORWARD:
+            self._never_used = unused
+        sequence, fits = lesson.sequence(unused if self._agree.size > 1 else set())
         self._learned[kind] = sequence
         if self._keeps:
             needed = lesson.unite(self._needed_later, len(self._units))
@@ -250,21 +242,25 @@ class GatherOrder:
         }
         orders: dict[str, list[str]] = {}
         for rank, order in enumerate(lesson.wanted):
-            names = ", ".join(repr(self._units[unit].name) for unit in order if unit in surplus)
-            orders.setdefault(names or "none of them", []).append(str(rank))
+            orders.setdefault(self._names(order), []).append(str(rank))
         used = "; ".join(f"rank {', '.join(ranks)}: {names}" for names, ranks in orders.items())
         warnings.warn(
-            f"in a {lesson.kind} ranks use units in different orders ({used}), so that each rank "
-            "gathers some of them more often than it uses them; results are right, but use units "
-            "in one order on all ranks to save the traffic",
+            f"in a {lesson.kind} ranks use units in different orders ({used}); results are right, "
+            f"but all ranks gather {self._names(sorted(surplus))} more often than any rank uses "
+            "it; use units in one order on all ranks to save that",
             GatherOrderWarning,
             stacklevel=2,
         )
 
+    def _names(self, units: Sequence[int]) -> str:
+        names = [repr(self._units[unit].name) for unit in units]
+        shown = names if len(names) <= 24 else [*names[:12], "…", *names[-12:]]
+        return ", ".join(shown) or "nothing"
+
     def _refuse(self, index: int) -> NoReturn:
         self._fail(
             f"unit {self._units[index].name!r} is needed in a {self.kind} after place {self._next} "
-            f"of the order of gathers that all ranks follow ({self.describe()}), where it does not "
+            f"of the order of gathers that all ranks follow ({self._names(self._sequence)}), where it does not "
             "come any more; if the model's order has changed, call relearn_order() on all ranks "
             "before the step, each step if it changes each step"
         )
