@@ -1,5 +1,6 @@
 """Data parallelism: gradients summed over ranks, model states whole or cut."""
 
+from trainwright.sharding.data.dtensor import dtensor_state_dict
 from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.layout import (
     BucketLayout,
@@ -8,10 +9,14 @@ from trainwright.sharding.data.layout import (
     ParameterRange,
 )
 from trainwright.sharding.data.lifecycle import DataParallel
+from trainwright.sharding.data.loading import load_full
+from trainwright.sharding.data.materialize import Initializer, seeded_reset
 from trainwright.sharding.data.optimizers import check_optimizer, parameter_groups
+from trainwright.sharding.data.ownership import piece_spec_on
 from trainwright.sharding.data.parallel import data_parallel
 from trainwright.sharding.data.piece import Piece
 from trainwright.sharding.data.policy import ShardPolicy
+from trainwright.sharding.data.state_dict import full_state_dict, piece_state_dict
 from trainwright.sharding.data.unit import Unit
 from trainwright.sharding.data.units import UnitRule, by_class, by_name, by_size
 from trainwright.sharding.data.vocabularies import Translation
@@ -24,6 +29,7 @@ __all__ = [
     "DataParallel",
     "GroupKey",
     "GroupLayout",
+    "Initializer",
     "LifecycleError",
     "ParameterRange",
     "Piece",
@@ -37,7 +43,13 @@ __all__ = [
     "by_size",
     "check_optimizer",
     "data_parallel",
+    "dtensor_state_dict",
+    "full_state_dict",
+    "load_full",
     "parameter_groups",
+    "piece_spec_on",
+    "piece_state_dict",
     "policy_from_deepspeed",
     "policy_from_fsdp",
+    "seeded_reset",
 ]

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trainwright.sharding.data.agreement import agree
 from trainwright.sharding.data.held import HeldTensor, held_tensors, named_tensors
@@ -83,6 +82,9 @@ def dtensor_state_dict(
 
 
 def _as_dtensor(plan: RowPlan, held: HeldTensor | None, device_mesh: DeviceMesh) -> torch.Tensor:
+    # Here, as importing it takes as long as importing half of torch.
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
     return DTensor.from_local(
         move_rows(plan, held),
         device_mesh,
