@@ -120,8 +120,8 @@ class Trainer:
             self.matrices.step()
             self.rest.step()
             self.parallel.publish()
+            self.parallel.await_weights()
             scheduler.step()
-        self.parallel.await_weights()
         return {name: p.detach().clone() for name, p in self.parallel.module.named_parameters()}
 
     def reduce_gradients(self, step: int) -> None:
@@ -182,7 +182,7 @@ def test_whole_matrices_of_any_model_are_those_of_one_process(
             parallel.wait()
             matrices.step()
             parallel.publish()
-        parallel.await_weights()
+            parallel.await_weights()
         weights = {name: p.detach().clone() for name, p in parallel.module.named_parameters()}
         return weights, matrices.state_dict()["state"]
 
@@ -278,8 +278,8 @@ def test_states_by_name_load_in_another_layout_and_training_goes_on(stage: int) 
             trainer.matrices.step()
             trainer.rest.step()
             parallel.publish()
+            parallel.await_weights()
             rates.step()
-        parallel.await_weights()
         return {name: p.detach().clone() for name, p in parallel.module.named_parameters()}
 
     for found in LocalWorld(3).run(second_half):
