@@ -16,6 +16,7 @@ from trainwright.sharding.data.ownership import piece_spec_on
 from trainwright.sharding.data.parallel import data_parallel
 from trainwright.sharding.data.piece import Piece
 from trainwright.sharding.data.policy import ShardPolicy
+from trainwright.sharding.data.replicas import check_replicas
 from trainwright.sharding.data.state_dict import full_state_dict, piece_state_dict
 from trainwright.sharding.data.unit import Unit
 from trainwright.sharding.data.units import UnitRule, by_class, by_name, by_size
@@ -42,6 +43,7 @@ __all__ = [
     "by_name",
     "by_size",
     "check_optimizer",
+    "check_replicas",
     "data_parallel",
     "dtensor_state_dict",
     "full_state_dict",

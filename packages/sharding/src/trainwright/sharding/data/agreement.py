@@ -11,22 +11,25 @@ from trainwright.collectives import Communicator, ReduceOp
 from trainwright.sharding.errors import ShardingError
 
 
-def agree(comm: Communicator, problem: str | None) -> None:
+def agree(
+    comm: Communicator, problem: str | None, error: type[ShardingError] = ShardingError
+) -> None:
     """Raise on every rank if one of them has a problem.
 
     Args:
         comm: The ranks that must all go on or all stop.
         problem: What is wrong here, or None.
+        error: What to raise.
 
     Raises:
-        ShardingError: With the problems, each once, and the ranks that have them.
+        ShardingError: An ``error`` with the problems, each once, and the ranks that have them.
 
     Communicates:
         One all-reduce of 8 bytes; where there is a problem also an all-gather of the texts.
     """
     if comm.size == 1:
         if problem is not None:
-            raise ShardingError(problem)
+            raise error(problem)
         return
     found = torch.tensor(int(problem is not None), device=comm.device)
     comm.all_reduce(found, ReduceOp.MAX).wait()
@@ -37,9 +40,9 @@ def agree(comm: Communicator, problem: str | None) -> None:
         if text is not None:
             ranks.setdefault(text, []).append(str(rank))
     if len(ranks) == 1:
-        raise ShardingError(next(iter(ranks)))
+        raise error(next(iter(ranks)))
     said = (f"on rank {', '.join(where)}: {text}" for text, where in ranks.items())
-    raise ShardingError("; ".join(said))
+    raise error("; ".join(said))
 
 
 def all_gather_json(comm: Communicator, value: Any) -> list[Any]:

@@ -38,7 +38,7 @@ def check_replicated(mesh: Mesh, tensors: Mapping[str, torch.Tensor], axes: Iter
     if not tensors or not named or mesh.size(*named) == 1:
         return
     comm = mesh.communicator(*named)
-    mine = torch.stack([_checksum(tensor) for tensor in tensors.values()]).to(comm.device)
+    mine = torch.stack([checksum(tensor) for tensor in tensors.values()]).to(comm.device)
     gathered = torch.empty(comm.size * len(tensors), dtype=torch.int64, device=comm.device)
     comm.all_gather(gathered, mine).wait()
     by_rank = gathered.view(comm.size, len(tensors)).tolist()
@@ -81,7 +81,8 @@ def check_replicated_parameters(
         check_replicated(mesh, by_axes[axes], axes)
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an int64 that depends on every bit of a tensor's elements and on their order."""
     flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
