@@ -118,3 +118,22 @@ def test_roots_and_blocks_are_checked(options: dict[str, int], message: str) -> 
         full_state_dict(parallel, **options)
     with pytest.raises(ShardingError, match=message):
         load_full(parallel, {"emb.weight": WEIGHT}, **options)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_nothing_is_loaded_while_one_rank_has_gradients_that_were_not_reduced(stage: int) -> None:
+    def run(world: Communicator) -> None:
+        parallel = wrap(nn.Linear(3, 3), world, stage=stage)
+        before = {name: tensor.clone() for name, (tensor, _) in piece_state_dict(parallel).items()}
+        if world.rank == 1:
+            parallel.module(torch.ones(1, 3)).sum().backward()
+        state = {"weight": torch.zeros(3, 3), "bias": torch.zeros(3)}
+        with pytest.raises(ShardingError, match="with gradients that were not reduced"):
+            load_full(parallel, state, root=None)
+        for name, (tensor, _) in piece_state_dict(parallel).items():
+            assert torch.equal(tensor, before[name])
+        parallel.zero_grad(discard=True)
+        load_full(parallel, state, root=None)
+        assert not any(tensor.any() for tensor, _ in piece_state_dict(parallel).values())
+
+    LocalWorld(2).run(run)

@@ -235,20 +235,7 @@ class DataParallel:
             Stages 1 and 2: one all-gather a bucket over the data axes, (N-1)/N of its weights'
             bytes.
         """
-        if self._reducer.in_flight:
-            raise LifecycleError("publish() while gradients are being reduced; call wait() first")
-        if self._has_unreduced:
-            raise LifecycleError(
-                "publish() with gradients that were not reduced; call reduce() and wait() before "
-                "the optimizer, or zero_grad(discard=True) to drop them"
-            )
-        changed = [m.name for m in self._copies if m.parameter._version != m.version]
-        if changed:
-            raise LifecycleError(
-                f"the weights of {_shorten(changed)} were changed in place, which publish() would "
-                "undo; after loading or editing weights call load_masters(), and build the "
-                "optimizer on pieces, not on the module's parameters"
-            )
+        self._check_publishable()
         self.release()
         with torch.no_grad():
             for bucket in self._flat.all_buckets:
@@ -280,6 +267,22 @@ class DataParallel:
                 bucket.weights.load_masters()
         for member in self._copies:
             member.version = member.parameter._version
+
+    def _check_publishable(self) -> None:
+        if self._reducer.in_flight:
+            raise LifecycleError("publish() while gradients are being reduced; call wait() first")
+        if self._has_unreduced:
+            raise LifecycleError(
+                "publish() with gradients that were not reduced; call reduce() and wait() before "
+                "the optimizer, or zero_grad(discard=True) to drop them"
+            )
+        changed = [m.name for m in self._copies if m.parameter._version != m.version]
+        if changed:
+            raise LifecycleError(
+                f"the weights of {_shorten(changed)} were changed in place, which publish() would "
+                "undo; after loading or editing weights call load_masters(), and build the "
+                "optimizer on pieces, not on the module's parameters"
+            )
 
     @property
     def _has_unreduced(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from trainwright.collectives import Communicator, ReduceOp, ShardSpec
 from trainwright.sharding.data.agreement import agree, all_gather_json, broadcast_json
+from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.held import HeldTensor, held_tensors
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.data.overlaps import copy_shared
@@ -43,7 +44,7 @@ def load_full(
     Raises:
         ShardingError: On all ranks alike and before anything is changed: a name is missing, no
             rank knows a name, a shape or kind of dtype differs, tied names have different values,
-            or ranks have different states.
+            ranks have different states, or `DataParallel.publish` would refuse now.
 
     Communicates:
         What the state holds (names and shapes) and the agreement on it. With ``root`` one broadcast
@@ -54,6 +55,7 @@ def load_full(
     held = held_tensors(parallel)
     content = _agree_on_content(world, state, root)
     sources, problem = _match(held, content)
+    problem = _unready(parallel) or problem
     if state is not None and root in (None, world.rank) and problem is None:
         problem = _check_ties(held, state)
     wanted = _agree_on_names(world, content, held, sources, problem)
@@ -69,6 +71,15 @@ def load_full(
             for name in wanted:
                 sender.send(name, content[name], by_source.get(name))
     parallel.publish()
+
+
+def _unready(parallel: DataParallel) -> str | None:
+    """Return why `DataParallel.publish` would refuse at the end."""
+    try:
+        parallel._check_publishable()
+    except LifecycleError as error:
+        return str(error)
+    return None
 
 
 @attrs.frozen
