@@ -83,7 +83,7 @@ def collect_parameters(
     found: list[ModelParameter] = []
     for name, parameter in model.named_parameters():
         placement = chosen[name]
-        _check_placement(name, parameter, placement)
+        _check_placement(name, parameter, placement, mesh)
         weight_dtype = _choose_dtype(name, parameter, policy)
         found.append(
             ModelParameter(
@@ -94,8 +94,8 @@ def collect_parameters(
                 shard_spec(name, placement, mesh),
                 weight_dtype,
                 policy.master_dtype_of(parameter.dtype, weight_dtype)
-                if parameter.is_floating_point()
-                else parameter.dtype,
+                if parameter.requires_grad
+                else weight_dtype,
             )
         )
     _check_devices(found)
@@ -140,10 +140,18 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _check_placement(name: str, parameter: nn.Parameter, placement: ParameterPlacement) -> None:
+def _check_placement(
+    name: str, parameter: nn.Parameter, placement: ParameterPlacement, mesh: Mesh
+) -> None:
     held = sum(box.numel for box in placement.boxes)
     if parameter.numel() != held:
         raise ShardingError(f"{name} has {parameter.numel()} elements but its boxes hold {held}")
+    at, num_stages = mesh.coordinate("pp"), mesh.size("pp")
+    if "pp" in placement.reduction_axes and at not in (0, num_stages - 1):
+        raise ShardingError(
+            f"{name} is tied over the ends of the pipeline (its gradient is Partial on pp), but "
+            f"this rank is stage {at} of {num_stages}; only the first and the last may hold it"
+        )
 
 
 def _choose_dtype(name: str, parameter: nn.Parameter, policy: ShardPolicy) -> torch.dtype:

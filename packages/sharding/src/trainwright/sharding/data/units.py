@@ -104,11 +104,13 @@ def plan_units(
     alone = set(alone)
     members: dict[str, list[str]] = {name: [] for name in modules}
     for name, paths in _paths_of(model).items():
+        holder = _innermost(paths, chosen)
         if name in alone:
             members[name] = [name]
-            modules[name] = paths[0][-1]
+            # Not the module that registers it: another may read it there (a tied output head).
+            modules[name] = modules[holder]
         else:
-            members[_innermost(paths, chosen)].append(name)
+            members[holder].append(name)
     return [UnitPlan(name, modules[name], tuple(names)) for name, names in members.items() if names]
 
 
