@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+import attrs
 import pytest
 import torch
 
@@ -40,14 +41,30 @@ SAMPLE = [
     ("dp=3,pp=2", {"microbatches": 4, "schedule": "gpipe", "recompute": "full"}),
     ("tp=4,pp=2", {"microbatches": 3}),
     ("pp=5", {"microbatches": 6, "recompute": "every-2"}),
+    ("dp=2,pp=3", {"microbatches": 2, "zero": 2, "model": "tiny-tied"}),
+    ("dp=2,tp=2", {"microbatches": 3, "zero": 3, "recompute": "every-2"}),
+    (
+        "dp=4,dp_shard=2,pp=2",
+        {"microbatches": 3, "zero": 3, "reduce": "microbatch", "model": "tiny-tied"},
+    ),
+    ("dp=2,pp=2", {"microbatches": 3, "zero": 3, "gather": "unit", "model": "tiny-tied"}),
     ("dp=2", {"microbatches": 4, "schedule": "sequential", "zero": 1}),
     ("tp=8", {"microbatches": 1}),
 ]
 VARIANTS: list[dict[str, object]] = [
     {"microbatches": 1},
     {"microbatches": 3, "zero": 1},
-    {"microbatches": 2, "schedule": "gpipe", "recompute": "full"},
-    {"microbatches": 4, "schedule": "sequential", "recompute": "every-2", "zero": 1},
+    {"microbatches": 2, "schedule": "gpipe", "recompute": "full", "zero": 2},
+    {
+        "microbatches": 4,
+        "schedule": "sequential",
+        "recompute": "every-2",
+        "zero": 3,
+        "gather": "action",
+        "reduce": "microbatch",
+    },
+    {"microbatches": 2, "zero": 3, "gather": "unit", "model": "tiny-tied"},
+    {"microbatches": 2, "zero": 3, "gather": "step", "reduce": "microbatch"},
 ]
 
 
@@ -63,8 +80,9 @@ def _name(layout: str) -> str:
     return layout.replace("=", "").replace(",", "-")
 
 
-def _shape(layout: str) -> ModelShape:
-    return UNGROUPED if "tp=8" in layout else GROUPED
+def _shape(config: RunConfig) -> ModelShape:
+    shape = UNGROUPED if config.mesh.tp == 8 else GROUPED
+    return attrs.evolve(shape, tied=config.shape.tied)
 
 
 @functools.cache
@@ -80,7 +98,7 @@ def serial_steps(dtype: str, shape: ModelShape) -> dict[int, tuple[Snapshot, Out
 
 
 def assert_same_steps(config: RunConfig, steps: Sequence[int] = STEPS) -> None:
-    shape = _shape(config.layout)
+    shape = _shape(config)
     serial = serial_steps(config.dtype, shape)
 
     outcomes = steps_in_layout(config, shape, [serial[step][0] for step in steps])
@@ -93,7 +111,7 @@ def assert_same_step(
     config: RunConfig, outcome: Outcome, before: Snapshot, expected: Outcome
 ) -> None:
     tolerance = STEP_TOLERANCE[config.dtype]
-    own = own_error(_shape(config.layout), before.step)
+    own = own_error(_shape(config), before.step)
     assert math.isclose(outcome.loss, expected.loss, rel_tol=tolerance)
     assert math.isclose(outcome.norm, expected.norm, rel_tol=tolerance)
     for name, gradient in expected.gradients.items():
@@ -232,7 +250,7 @@ def assert_same_trajectory(config: RunConfig) -> None:
     summation order is worth. In float64 the difference is at most 1e-10 besides; in float32 Adam
     makes whole steps of rounding noise, and the serial run itself is further than 1e-5 from itself.
     """
-    shape = _shape(config.layout)
+    shape = _shape(config)
     serial = serial_losses(config.dtype, shape, 1)
     others = [serial_losses(config.dtype, shape, splits) for splits in SPLITS]
 

@@ -44,7 +44,9 @@ def test_a_layout_that_does_not_fit_names_the_sizes_that_do(layout: str, words: 
         ("lr", -1.0, "positive"),
         ("dtype", "float23", "float32"),
         ("schedule", "1f1B", "did you mean 1f1b"),
-        ("zero", 2, "0, 1"),
+        ("zero", 4, "0, 1, 2, 3"),
+        ("gather", "often", "unit"),
+        ("reduce", "never", "microbatch"),
         ("seed", -1, "negative"),
         ("seed", 10**23, "below 2**63"),
         ("lr", float("nan"), "finite"),
@@ -61,6 +63,20 @@ def test_a_setting_out_of_range_names_option_value_and_rule(
     assert word in str(caught.value)
     assert str(value) in str(caught.value)
     assert "--" + name.replace("_", "-") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gather": "unit", "zero": 2},
+        {"reduce": "microbatch", "zero": 1},
+        {"layout": "dp=4,dp_shard=2"},
+    ],
+)
+def test_an_option_of_sharding_without_effect_is_refused(changes: dict[str, object]) -> None:
+    config = RunConfig(**changes)
+    with pytest.raises(ConfigError, match="has no effect with --zero"):
+        check_fits(config.shape, config.mesh, config)
 
 
 def test_an_unknown_setting_is_refused_with_the_nearest_name() -> None:

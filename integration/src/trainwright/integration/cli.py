@@ -20,7 +20,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from trainwright.checkpointing import CheckpointingError
 from trainwright.collectives import CollectiveError, Communicator
 from trainwright.integration import launch, worker
-from trainwright.integration.config import DTYPES, SCHEDULES, ZERO_STAGES, RunConfig, check_fits
+from trainwright.integration.config import (
+    DTYPES,
+    GATHERS,
+    REDUCTIONS,
+    SCHEDULES,
+    ZERO_STAGES,
+    RunConfig,
+    check_fits,
+)
 from trainwright.integration.data import Reader
 from trainwright.integration.data.reader import evenly_spaced
 from trainwright.integration.errors import ConfigError, TrainwrightError
@@ -87,6 +95,8 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", help=f"one of {', '.join(DTYPES)} (default {defaults.dtype})")
     add("--schedule", help=f"one of {', '.join(SCHEDULES)} (default {defaults.schedule})")
     add("--zero", type=int, help=f"sharded data parallelism, one of {ZERO_STAGES} (default 0)")
+    add("--gather", help=f"when stage 3 gathers weights: {', '.join(GATHERS)} (default auto)")
+    add("--reduce", help=f"when gradients are reduced: {', '.join(REDUCTIONS)} (default step)")
     add("--recompute", help="none, full or every-K layers (default none)")
     add("--out", help="run folder (default runs/DATE-TIME)")
     add("--resume", metavar="DIR", help="continue the run in this folder")

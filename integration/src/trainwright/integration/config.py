@@ -19,7 +19,9 @@ from trainwright.sharding import MeshShape
 
 DTYPES = ("float32", "float64", "bfloat16")
 SCHEDULES = ("1f1b", "gpipe", "sequential")
-ZERO_STAGES = (0, 1)
+ZERO_STAGES = (0, 1, 2, 3)
+GATHERS = ("auto", "step", "action", "unit")
+REDUCTIONS = ("step", "microbatch")
 
 
 def _positive(_: Any, field: attrs.Attribute[Any], value: float) -> None:
@@ -65,6 +67,11 @@ class RunConfig:
         weight_decay: of matrices; norms have none.
         clip: largest gradient norm.
         zero: stage of sharded data parallelism.
+        gather: when stage 3 makes weights whole: ``unit`` by unit around their use, a whole
+            pipeline stage for the ``step`` or for each ``action``; ``auto`` is unit without a
+            pipeline and step in one.
+        reduce: whether gradients are added over data ranks once a ``step``, or after each
+            ``microbatch``, so that stages 2 and 3 keep a part of them only.
         schedule: pipeline schedule.
         recompute: ``none``, ``full`` or ``every-K`` layers.
         save_every: steps between checkpoints; 0 saves at the end only.
@@ -91,6 +98,8 @@ class RunConfig:
     weight_decay: float = attrs.field(default=0.1, validator=_not_negative)
     clip: float = attrs.field(default=1.0, validator=_positive)
     zero: int = attrs.field(default=0, validator=_one_of(ZERO_STAGES))
+    gather: str = attrs.field(default="auto", validator=_one_of(GATHERS))
+    reduce: str = attrs.field(default="step", validator=_one_of(REDUCTIONS))
     schedule: str = attrs.field(default="1f1b", validator=_one_of(SCHEDULES))
     recompute: str = "none"
     save_every: int = attrs.field(default=0, validator=_not_negative)
@@ -189,6 +198,7 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
             f"{config.model} has {shape.layers}; pp up to {shape.layers} works"
         )
     check_batch(config.global_batch, mesh.dp, config.microbatches)
+    _check_sharding(mesh, config)
     if config.warmup_steps > config.steps:
         raise ConfigError(
             f"--warmup {config.warmup} must be at most --steps {config.steps}, "
@@ -198,6 +208,19 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
         parse_policy(config.recompute)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"--recompute {config.recompute}: {error}") from error
+
+
+def _check_sharding(mesh: MeshShape, config: RunConfig) -> None:
+    unused = {
+        "--gather": config.gather != "auto" and config.zero < 3 and "stage 3 gathers weights",
+        "--reduce": config.reduce != "step" and config.zero < 2 and "stages 2 and 3 cut gradients",
+        "--layout dp_shard": mesh.dp_shard not in (None, mesh.dp)
+        and config.zero < 1
+        and "stages 1 to 3 share model states out",
+    }
+    for option, reason in unused.items():
+        if reason:
+            raise ConfigError(f"{option} has no effect with --zero {config.zero}; {reason}")
 
 
 def _tp_fits(shape: ModelShape, tp: int) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from trainwright.collectives import random
 from trainwright.integration.model.blocks import at_least_float32
-from trainwright.integration.parts import Parts
+from trainwright.integration.parts import Parts, whole_weights
 
 
 @torch.no_grad()
@@ -28,10 +28,11 @@ def generate(
     """
     context = list(prompt)
     device = parts.mesh.world.device
-    for position in range(num_bytes):
-        window = context[-parts.config.sequence_length :]
-        tokens_BS = torch.tensor([window], dtype=torch.int64, device=device)
-        context.append(_next_token(parts, tokens_BS, position, temperature))
+    with whole_weights(parts):
+        for position in range(num_bytes):
+            window = context[-parts.config.sequence_length :]
+            tokens_BS = torch.tensor([window], dtype=torch.int64, device=device)
+            context.append(_next_token(parts, tokens_BS, position, temperature))
     return bytes(context[len(prompt) :])
 
 

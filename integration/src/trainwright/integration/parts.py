@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -14,15 +15,18 @@ from trainwright.integration.config import RunConfig, check_fits
 from trainwright.integration.data import Corpus, Reader
 from trainwright.integration.feed import Feed
 from trainwright.integration.model import (
+    Block,
     DecoderStage,
     ModelShape,
     TensorParallelLayers,
     build_stage,
-    initialize_,
+    initializer,
 )
 from trainwright.pipeline_schedules import (
     Schedule,
+    WeightPlan,
     gpipe,
+    lower,
     one_f_one_b,
     sequential,
     split_layers,
@@ -30,7 +34,7 @@ from trainwright.pipeline_schedules import (
 from trainwright.pipeline_schedules.execute import BoundarySpec, PipelineExecutor, TensorSpec
 from trainwright.precision import policy
 from trainwright.sharding import Mesh, ParameterPlacement, Partial, placements_of
-from trainwright.sharding.data import DataParallel, Piece, ShardPolicy, data_parallel
+from trainwright.sharding.data import DataParallel, Piece, ShardPolicy, by_class, data_parallel
 from trainwright.stability_guards import Guard, NonFiniteGuard, decay_groups, warmup_cosine
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
@@ -101,6 +105,20 @@ class Parts:
         return Progress(guard_state=self.guard.initial())
 
 
+@contextlib.contextmanager
+def whole_weights(parts: Parts) -> Iterator[None]:
+    """Keep the weights of this rank's stage gathered, where the schedule would gather them."""
+    if not gathers_stages(parts.config):
+        yield
+        return
+    parts.model.gather()
+    parts.model.await_weights()
+    try:
+        yield
+    finally:
+        parts.model.release()
+
+
 def assemble(
     config: RunConfig,
     world: Communicator,
@@ -124,21 +142,7 @@ def assemble(
     check_fits(shape, config.mesh, config)
     mesh = Mesh(world, config.mesh)
     stage = build_model(config, shape, mesh)
-    placements = place_parameters(stage, mesh)
-    initialize_(stage, placements, shape, config.seed)
-    dtypes = policy(config.dtype, keep_fp32=KEEP_FP32)
-    dtypes.check_patterns(placements)
-    model = data_parallel(
-        stage,
-        mesh,
-        ShardPolicy(
-            stage=config.zero,
-            parameter_dtype=dtypes.parameter_dtype,
-            # Drawn by place they are equal already; a broadcast would hide it if they were not.
-            broadcast_weights=False,
-        ),
-        placements,
-    )
+    model = shard_model(config, shape, mesh, stage)
     return Parts(
         config=config,
         mesh=mesh,
@@ -168,17 +172,47 @@ def place_parameters(stage: DecoderStage, mesh: Mesh) -> dict[str, ParameterPlac
     return placements
 
 
-def build_model(config: RunConfig, shape: ModelShape, mesh: Mesh) -> DecoderStage:
-    """Build this rank's stage in master precision, its weights yet to be initialised."""
-    blocks = split_layers(shape.layers, mesh.size("pp"))[mesh.coordinate("pp")]
-    stage = build_stage(
-        shape,
-        TensorParallelLayers(mesh.communicator("tp")),
-        blocks,
-        parse_policy(config.recompute),
+def shard_model(
+    config: RunConfig, shape: ModelShape, mesh: Mesh, stage: DecoderStage
+) -> DataParallel:
+    """Initialise a stage and share its model states out over the data-parallel ranks."""
+    placements = place_parameters(stage, mesh)
+    dtypes = policy(config.dtype, keep_fp32=KEEP_FP32)
+    dtypes.check_patterns(placements)
+    return data_parallel(
+        stage,
+        mesh,
+        ShardPolicy(
+            stage=config.zero,
+            units=by_class(Block),
+            parameter_dtype=dtypes.parameter_dtype,
+            reduce_each_backward=config.reduce == "microbatch",
+            # Drawn by place they are equal already; a broadcast would hide it if they were not.
+            broadcast_weights=False,
+        ),
+        placements,
+        hooks=not gathers_stages(config),
+        initialize=initializer(placements, shape, config.seed),
     )
-    dtype = torch.float64 if config.dtype == "float64" else torch.float32
-    return stage.to(device=mesh.world.device, dtype=dtype)
+
+
+def gathers_stages(config: RunConfig) -> bool:
+    """Whether the schedule gathers weights, a stage at a time, and not hooks, unit by unit."""
+    alone = config.gather == "auto" and config.mesh.pp == 1
+    return config.zero == 3 and not alone and config.gather != "unit"
+
+
+def build_model(config: RunConfig, shape: ModelShape, mesh: Mesh) -> DecoderStage:
+    """Build this rank's stage in master precision, without memory for its weights yet."""
+    blocks = split_layers(shape.layers, mesh.size("pp"))[mesh.coordinate("pp")]
+    with torch.device("meta"):
+        stage = build_stage(
+            shape,
+            TensorParallelLayers(mesh.communicator("tp")),
+            blocks,
+            parse_policy(config.recompute),
+        )
+    return stage.to(dtype=torch.float64 if config.dtype == "float64" else torch.float32)
 
 
 def build_executor(
@@ -191,12 +225,19 @@ def build_executor(
     handed_on = TensorSpec(
         (rows, config.sequence_length, shape.width), policy(config.dtype).compute
     )
+    by_schedule = gathers_stages(config)
+    plan = WeightPlan(
+        stages=None if by_schedule else (),
+        keep=0 if config.gather == "action" else None,
+        reduce_each_backward=config.reduce == "microbatch",
+    )
     return PipelineExecutor(
-        SCHEDULES[config.schedule](config.mesh.pp, config.microbatches),
+        lower(SCHEDULES[config.schedule](config.mesh.pp, config.microbatches), plan),
         {index: stage},
         mesh.communicator("pp"),
         loss=stage.loss,
         reducers={index: model},
+        weights={index: model} if by_schedule else {},
         boundary=BoundarySpec.uniform(config.mesh.pp, handed_on),
     )
 

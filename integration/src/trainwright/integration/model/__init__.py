@@ -1,13 +1,14 @@
 """A Llama-style decoder, cut into pipeline stages and built from exchangeable layers."""
 
-from trainwright.integration.model.blocks import Layers, PlainLayers
+from trainwright.integration.model.blocks import Block, Layers, PlainLayers
 from trainwright.integration.model.decoder import DecoderStage, build_stage
-from trainwright.integration.model.initialize import initialize_
+from trainwright.integration.model.initialize import initialize_, initializer
 from trainwright.integration.model.parallel_layers import TensorParallelLayers
 from trainwright.integration.model.shape import PRESETS, ModelShape, preset
 
 __all__ = [
     "PRESETS",
+    "Block",
     "DecoderStage",
     "Layers",
     "ModelShape",
@@ -15,5 +16,6 @@ __all__ = [
     "TensorParallelLayers",
     "build_stage",
     "initialize_",
+    "initializer",
     "preset",
 ]
