@@ -22,6 +22,9 @@ from trainwright.sharding import (
     data_parallel,
 )
 from trainwright.sharding.data.dtensor import dtensor_state_dict
+from trainwright.sharding.data.loading import load_full
+from trainwright.sharding.data.replicas import check_replicas
+from trainwright.sharding.data.state_dict import full_state_dict
 from trainwright.sharding.data.testing import Network, NetworkPlan, wrap
 from trainwright.sharding.testing import load_plain_
 
@@ -126,7 +129,23 @@ def refuse_what_does_not_fit(comm: Communicator) -> None:
         dtensor_state_dict(wrap(nn.Linear(2, 2), alone))
 
 
+def move_whole_states(comm: Communicator) -> None:
+    plain, other = Network(PLAN), Network(PLAN, seed=1)
+    for stage in (0, 3):
+        parallel = wrap(Network(PLAN), comm, stage=stage)
+        found = full_state_dict(parallel, root=1, block_bytes=16)
+        assert list(found) == (list(plain.state_dict()) if comm.rank == 1 else [])
+        assert all(torch.equal(found[name], plain.state_dict()[name]) for name in found)
+        state = other.state_dict() if comm.rank == 1 else None
+        load_full(parallel, state, root=1, block_bytes=16)
+        parallel.await_weights()
+        for name, tensor in parallel.module.state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name])
+        check_replicas(parallel)
+
+
 def run_all(comm: Communicator) -> int:
+    move_whole_states(comm)
     compare_data_ranks(comm)
     compare_products(comm)
     refuse_what_does_not_fit(comm)

@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.collectives import Communicator, LocalWorld
-from trainwright.sharding import ShardingError
+from trainwright.collectives import Box, Communicator, LocalWorld, Work
+from trainwright.sharding import (
+    Mesh,
+    MeshShape,
+    ParameterPlacement,
+    ShardingError,
+    data_parallel,
+)
 from trainwright.sharding.data.loading import load_full
 from trainwright.sharding.data.state_dict import full_state_dict, piece_state_dict
 from trainwright.sharding.data.testing import RecordedCall, RecordingCommunicator, wrap
@@ -40,20 +46,51 @@ def test_masters_keep_what_the_weights_dtype_would_round() -> None:
     assert LocalWorld(2).run(run) == [(value, 1.0, 1.0)] * 2
 
 
+class WithSends(RecordingCommunicator):
+    """Records the bytes of messages too."""
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+        self._calls.append(RecordedCall("send", self.name, tensor.nbytes, tensor.dtype))
+        return self._inner.send(tensor, peer, tag)
+
+
 def test_no_more_than_a_block_travels_at_once() -> None:
     def run(world: Communicator) -> list[RecordedCall]:
         calls: list[RecordedCall] = []
-        parallel = wrap(nn.Linear(50, 50), RecordingCommunicator(world, calls), stage=1)
+        parallel = wrap(nn.Linear(50, 50), WithSends(world, calls), stage=1)
         calls.clear()
         state = full_state_dict(parallel, block_bytes=64)
         load_full(parallel, state or None, block_bytes=64)
         return calls
 
-    for calls in LocalWorld(2).run(run):
+    results = LocalWorld(2).run(run)
+
+    num_blocks = 2500 * 4 // 64 + 50 * 4 // 64
+    for calls in results:
         blocks = [call.numel for call in calls if call.operation == "broadcast"]
-        # The state's list of contents is a text of some hundred bytes.
+        # What the state holds is a text of some hundred bytes.
         assert sum(numel > 64 for numel in blocks) <= 1
-        assert blocks.count(64) == 2500 * 4 // 64 + 50 * 4 // 64
+        assert blocks.count(64) == num_blocks
+    sent = [call.numel for call in results[1] if call.operation == "send"]
+    assert sum(numel > 64 for numel in sent) == 1
+    assert sent.count(64) == num_blocks // 2
+    assert max(call.numel for call in results[0] if call.operation == "send") == 24
+
+
+def test_a_root_that_cannot_collect_lets_the_others_go() -> None:
+    half = ParameterPlacement((4, 2), [Box((0, 0), (2, 2))])
+
+    def run(world: Communicator) -> str:
+        mesh = Mesh(world, MeshShape(dp=3))
+        parallel = data_parallel(nn.Linear(2, 2, bias=False), mesh, placements={"weight": half})
+        with pytest.raises(ShardingError) as caught:
+            full_state_dict(parallel)
+        return str(caught.value)
+
+    first, *others = LocalWorld(3).run(run)
+
+    assert "weight: the ranks hold 4 elements of shape (4, 2) together" in first
+    assert others == ["rank 0 could not collect the state; its error says why"] * 2
 
 
 WEIGHT = torch.zeros(4, 2, dtype=torch.float64)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import attrs
 import torch
 
-from trainwright.collectives import Communicator, ShardSpec
+from trainwright.collectives import CollectiveError, Communicator, ShardSpec
 from trainwright.sharding.data.agreement import recv_json, send_json
 from trainwright.sharding.data.held import HeldTensor, held_tensors
 from trainwright.sharding.data.lifecycle import DataParallel
@@ -17,6 +17,7 @@ from trainwright.sharding.mesh import Mesh
 
 BLOCK_BYTES = 32 * 2**20
 _NO_MORE = -1
+_FAILED = -2
 
 
 def piece_state_dict(parallel: DataParallel) -> dict[str, tuple[torch.Tensor, ShardSpec]]:
@@ -58,7 +59,8 @@ def full_state_dict(
         order; an empty dict elsewhere.
 
     Raises:
-        ShardingError: There is no such root, or ``block_bytes`` is below 1.
+        ShardingError: There is no such root, ``block_bytes`` is below 1, or root could not collect
+            it, such as where placements do not tile a parameter.
 
     Communicates:
         Root asks for each piece that it does not hold, block by block, and is sent it: the bytes
@@ -72,11 +74,14 @@ def full_state_dict(
         _serve(world, root, held)
         return {}
     try:
-        return _collect(mesh, held, torch.device(device), block_bytes)
-    finally:
-        for peer in range(world.size):
-            if peer != root:
-                world.send(_request(world, _NO_MORE, 0, 0), peer).wait()
+        found = _collect(mesh, held, torch.device(device), block_bytes)
+    except CollectiveError:
+        raise  # the others learn of it by themselves
+    except Exception:
+        _dismiss(world, _FAILED)
+        raise
+    _dismiss(world, _NO_MORE)
+    return found
 
 
 def check_transfer(world: Communicator, root: int | None, block_bytes: int) -> None:
@@ -173,7 +178,15 @@ def _serve(world: Communicator, root: int, held: list[HeldTensor]) -> None:
         index, start, stop = request.tolist()
         if index == _NO_MORE:
             return
+        if index == _FAILED:
+            raise ShardingError(f"rank {root} could not collect the state; its error says why")
         world.send(_block(held[index], start, stop).view(torch.uint8), root).wait()
+
+
+def _dismiss(world: Communicator, reason: int) -> None:
+    for peer in range(world.size):
+        if peer != world.rank:
+            world.send(_request(world, reason, 0, 0), peer).wait()
 
 
 def _describe(held: list[HeldTensor]) -> list[list[object]]:
