@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.checks import layers, maxima
-from tools.mutants.faults import FAULTS
+from tools.mutants.catalog import FAULTS
 
 ROOT = Path(__file__).parents[1]
 

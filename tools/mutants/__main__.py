@@ -15,7 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tools.mutants.faults import FAULTS, Fault
+from tools.mutants.catalog import FAULTS
+from tools.mutants.faults import Fault
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 300.0

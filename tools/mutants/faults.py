@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import attrs
 
-DATA = "packages/sharding/src/trainwright/sharding/data"
 NORM = "packages/sharding/src/trainwright/sharding/norm"
 TENSOR = "packages/sharding/src/trainwright/sharding/tensor"
 COLLECTIVES = "packages/collectives/src/trainwright/collectives"
@@ -38,30 +37,7 @@ class Fault:
     tests: tuple[str, ...] = IN_3D
 
 
-FAULTS = (
-    Fault(
-        "the data-parallel reduction of stage 0 is dropped",
-        f"{DATA}/buckets.py",
-        "            self._works.append(self.data.all_reduce(wire))",
-        "            pass",
-        IN_DATA,
-    ),
-    Fault(
-        "the data-parallel reduction of stage 1 happens twice",
-        f"{DATA}/buckets.py",
-        "            self._works.append(self.data.reduce_scatter(kept, wire))",
-        "            self._works.append(self.data.reduce_scatter(kept, wire))\n"
-        "            self._wait()\n"
-        "            kept.mul_(2)",
-    ),
-    Fault(
-        "gradients are averaged over data ranks on top of the token division",
-        f"{DATA}/buckets.py",
-        '        """Wait for everything started."""\n        self._wait()',
-        '        """Wait for everything started."""\n        self._wait()\n'
-        "        self.kept_gradients.div_(self.data.size)",
-        IN_DATA,
-    ),
+FAULTS_OF_THE_WHOLE = (
     Fault(
         "the loss is divided by the tokens of this rank instead of the global batch",
         f"{INTEGRATION}/feed.py",
@@ -137,8 +113,8 @@ FAULTS = (
     Fault(
         "initial weights depend on the pipeline rank",
         f"{INTEGRATION}/parts.py",
-        "    initialize_(stage, placements, shape, config.seed)",
-        '    initialize_(stage, placements, shape, config.seed + mesh.coordinate("pp"))',
+        "initialize=initializer(placements, shape, config.seed),",
+        'initialize=initializer(placements, shape, config.seed + mesh.coordinate("pp")),',
         TRAJECTORY,
     ),
     Fault(
@@ -146,13 +122,6 @@ FAULTS = (
         "packages/sharding/src/trainwright/sharding/tensor/linear.py",
         "ParameterPlacement.sharded(whole, 0, rank=tp.rank, size=tp.size)}",
         "ParameterPlacement.sharded(whole, 0, rank=tp.size - 1 - tp.rank, size=tp.size)}",
-    ),
-    Fault(
-        "updated weights of other data ranks are not gathered",
-        f"{DATA}/buckets.py",
-        "            self._works.append(self.data.all_gather(self.weights, self.kept_weights))",
-        "            pass",
-        TRAJECTORY,
     ),
     Fault(
         "later stages stretch the positions",

@@ -1,0 +1,8 @@
+"""All planted faults."""
+
+from __future__ import annotations
+
+from tools.mutants.faults import FAULTS_OF_THE_WHOLE
+from tools.mutants.faults_of_data_parallelism import FAULTS_OF_DATA_PARALLELISM
+
+FAULTS = (*FAULTS_OF_DATA_PARALLELISM, *FAULTS_OF_THE_WHOLE)
