@@ -11,6 +11,7 @@ from tools.bench.data_parallel.gpt import BATCHES, SHAPES, Batch
 from tools.bench.data_parallel.targets import MEMORY_BELOW
 from tools.bench.memory import Memory, Peak, now
 from tools.bench.table import format_table
+from tools.bench.tensor_memory import TensorMemory, watch
 from trainwright.collectives import Communicator
 from trainwright.sharding import NotAvailableError
 
@@ -23,11 +24,13 @@ class Footprint:
         before: before the contestant was built: Python, torch, connections.
         building: the peak until it was built.
         training: the peak of the steps after it.
+        tensors: what tensors held between those steps and at most in one.
     """
 
     before: Memory
     building: Memory
     training: Memory
+    tensors: TensorMemory
 
     @classmethod
     def of_job(cls, parts: Sequence[Footprint]) -> Footprint:
@@ -36,6 +39,10 @@ class Footprint:
             _add([part.before for part in parts]),
             _add([part.building for part in parts]),
             _add([part.training for part in parts]),
+            TensorMemory(
+                sum(part.tensors.lasting for part in parts),
+                sum(part.tensors.peak for part in parts),
+            ),
         )
 
 
@@ -52,7 +59,9 @@ def hold(world: Communicator, model: str, name: str, kind: str, steps: int) -> F
     with Peak() as training:
         for _ in range(steps):
             take_step(contestant, batch)
-    return Footprint(before, building.memory, training.memory)
+    # Last, since the profiler takes memory itself.
+    tensors = watch(lambda: take_step(contestant, batch))
+    return Footprint(before, building.memory, training.memory, tensors)
 
 
 def format_footprints(found: Mapping[str, Footprint | str], kind: str) -> str:
@@ -66,10 +75,12 @@ def format_footprints(found: Mapping[str, Footprint | str], kind: str) -> str:
             _mib(job.training.pss),
             _mib(job.training.pss - job.before.pss),
             _mib(job.training.rss),
+            _mib(job.tensors.lasting),
+            _mib(job.tensors.peak),
         ]
         for name, job in held.items()
     ]
-    head = ["", "before", "building", "training", "training - before", "training, RSS"]
+    head = ["", "before", "building", "training", "- before", "RSS", "tensors", "at most"]
     batch = BATCHES[kind]
     lines = [
         f"peak of the whole job in MiB, PSS unless named, {batch.sequences} x {batch.length} "
