@@ -260,9 +260,9 @@ class GatherOrder:
     def _refuse(self, index: int) -> NoReturn:
         self._fail(
             f"unit {self._units[index].name!r} is needed in a {self.kind} after place {self._next} "
-            f"of the order of gathers that all ranks follow ({self._names(self._sequence)}), where it does not "
-            "come any more; if the model's order has changed, call relearn_order() on all ranks "
-            "before the step, each step if it changes each step"
+            f"of the order that all ranks follow ({self._names(self._sequence)}), where it "
+            "does not come any more; if the model's order has changed, call relearn_order() on all "
+            "ranks before the step, each step if it changes each step"
         )
 
     def _fail(self, message: str) -> NoReturn:
