@@ -36,6 +36,7 @@ class Model(nn.Module):
             self.up = ColumnParallelLinear(3, width, tp, bias=True)
             self.down = RowParallelLinear(width, 2, tp, bias=True)
         self.thin = nn.Linear(4, 1, bias=False)
+        self.tall = nn.Linear(2, 7)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.thin.requires_grad_(False)
