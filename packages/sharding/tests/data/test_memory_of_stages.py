@@ -148,3 +148,28 @@ def test_building_a_cut_model_leaves_no_whole_weights_behind() -> None:
         return held_bytes(parallel)["weights"]
 
     assert LocalWorld(NUM_RANKS).run(run) == [4 * NUM_PARAMETERS // NUM_RANKS] * NUM_RANKS
+
+
+def test_during_the_last_backward_only_a_few_buckets_have_gradients_at_once() -> None:
+    depth = 12
+
+    def run(comm: Communicator) -> int:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
+        mesh = Mesh(comm, MeshShape(dp=comm.size))
+        policy = ShardPolicy(stage=2, units=by_class(nn.Linear), alignment=1)
+        parallel = data_parallel(model, mesh, policy)
+        full = [b.sums.full for unit in parallel.units.values() for b in unit.buckets]
+        live: list[int] = []
+        hidden = torch.ones(2, WIDTH)
+        for layer in model:
+            hidden = layer(hidden)
+            hidden.register_hook(lambda _: live.append(bytes_of(*full)))
+        parallel.last_backward()
+        hidden.sum().backward()
+        parallel.reduce()
+        parallel.wait()
+        return max(live)
+
+    # One that is written, two under way and one that was just started.
+    for most in LocalWorld(2).run(run):
+        assert most <= 4 * (4 * WIDTH * WIDTH) < 4 * WIDTH * WIDTH * depth

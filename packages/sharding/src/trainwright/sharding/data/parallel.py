@@ -77,10 +77,9 @@ def data_parallel(
         _check_units_run(model, policy)
     flat = flatten_model(model, parameters, mesh, policy, initialize)
     agree = _join_stage(mesh) if _needs_agreement(policy, hooks=hooks) else None
-    reducer = _choose_reducer(flat, policy, agree, hooks=hooks)
+    reducer = _choose_reducer(flat, policy, agree, mesh, hooks=hooks)
     units = {
-        plan.name: Unit(plan.name, plan.module, buckets, reducer.complete)
-        for plan, buckets in flat.units
+        plan.name: Unit(plan.name, plan.module, buckets, reducer) for plan, buckets in flat.units
     }
     return DataParallel(
         model,
@@ -106,13 +105,15 @@ def _join_stage(mesh: Mesh) -> Communicator:
 
 
 def _choose_reducer(
-    flat: FlatModel, policy: ShardPolicy, agree: Communicator | None, *, hooks: bool
+    flat: FlatModel, policy: ShardPolicy, agree: Communicator | None, mesh: Mesh, *, hooks: bool
 ) -> Reducer:
-    if not policy.reduce_each_backward:
-        return Reducer(flat.buckets, early=policy.missing_gradients == "zero")
-    if hooks and agree is not None:
-        return BackwardRounds(flat.buckets, agree)
-    return DrivenRounds(flat.buckets)
+    if policy.reduce_each_backward:
+        return DrivenRounds(flat.buckets) if agree is None else BackwardRounds(flat.buckets, agree)
+    # Ranks that differ in what they use start a reduction at the end of their backward only. In
+    # it, experts, parts of a sequence and pipelines need other data ranks, and so do gathers.
+    others = mesh.size("cp") * mesh.size("ep") * mesh.size("pp")
+    may_wait = hooks and policy.stage == 2 and others == 1
+    return Reducer(flat.buckets, early=policy.missing_gradients == "zero", may_wait=may_wait)
 
 
 def _choose_check(

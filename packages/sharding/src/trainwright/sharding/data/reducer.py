@@ -12,6 +12,9 @@ from trainwright.sharding.data.buckets import Bucket
 from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.members import Member
 
+_UNDER_WAY = 2
+"""Reductions that stay under way while a backward goes on."""
+
 
 class Phase(enum.Enum):
     """Where a step is."""
@@ -27,16 +30,23 @@ class Reducer:
     Args:
         buckets: In the order in which they are reduced on every rank.
         early: Whether a reduction may start before `start_all`.
+        may_wait: Whether a backward may wait for older reductions, so that of memory that is lent
+            only a few buckets have any. It must not where a rank could wait in its backward for
+            one that waits for it in a collective of its own backward.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, early: bool = True) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], *, early: bool = True, may_wait: bool = False
+    ) -> None:
         self.phase = Phase.ACCUMULATING
         self.touched = False
         self._buckets = buckets
         self._early = early
+        self._may_wait = may_wait
         self._is_counting = False
         self._epoch = 0
         self._next = 0
+        self._collected = 0
         for bucket in buckets:
             for member in bucket.members:
                 member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -62,6 +72,7 @@ class Reducer:
         self.touched = False
         self._is_counting = False
         self._next = 0
+        self._collected = 0
 
     def arm(self) -> None:
         """Count the gradients of the next backward, and start what is complete."""
@@ -75,6 +86,16 @@ class Reducer:
             for bucket in buckets:
                 bucket.is_complete = True
             self._start_complete()
+
+    def end_backward(self, buckets: Sequence[Bucket]) -> None:
+        """Let buckets start that the counted backward adds no more to, and free older ones.
+
+        Every rank says this of the same buckets in the same order, and has begun what the others
+        need to come as far: only then may it wait here.
+        """
+        if self._is_counting:
+            self.complete(buckets)
+            self._collect_older()
 
     def start_all(self) -> None:
         """Start whatever has not started."""
@@ -144,3 +165,12 @@ class Reducer:
         while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
             self._buckets[self._next].start_reduction()
             self._next += 1
+        if self._may_wait:
+            self._collect_older()
+
+    def _collect_older(self) -> None:
+        while self._collected < self._next - _UNDER_WAY:
+            bucket = self._buckets[self._collected]
+            if bucket.sums.is_lent:
+                bucket.sums.collect()
+            self._collected += 1

@@ -48,6 +48,7 @@ class DrivenRounds(Reducer):
         for bucket in self._buckets:
             bucket.reopen()
         self._next = 0
+        self._collected = 0
         self._is_counting = False
         self._is_behind = False
         self._rounds += 1
@@ -99,12 +100,22 @@ class BackwardRounds(Reducer):
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         super().on_gradient(bucket, member, parameter)
 
+    def end_backward(self, buckets: Sequence[Bucket]) -> None:
+        """Let buckets start that the running backward adds no more to.
+
+        Nothing waits here: a rank that has run all its backwards starts no reduction before others
+        have come to the end of theirs.
+        """
+        if self._is_counting:
+            self.complete(buckets)
+
     def start_all(self) -> None:
         """Join the rounds of ranks that still run backwards, until none does."""
         if any(m.parameter.grad is not None for b in self._lent for m in b.members):
             self._end_backward()  # gradients that were written by hand
         while self._count_unfinished(mine=False):
-            self._reduce_round()
+            self._start_round()
+            self._collect_round()
         for bucket in self._buckets:
             if not bucket.sums.is_lent:
                 bucket.start_reduction()
@@ -117,13 +128,17 @@ class BackwardRounds(Reducer):
         return [bucket for bucket in self._buckets if bucket.sums.is_lent]
 
     def _end_backward(self) -> None:
+        self._start_round()
         self._count_unfinished(mine=True)
-        self._reduce_round()
+        self._collect_round()
 
-    def _reduce_round(self) -> None:
+    def _start_round(self) -> None:
         for bucket in self._buckets[self._next :]:
             bucket.start_reduction()
+
+    def _collect_round(self) -> None:
         self._next = 0
+        self._collected = 0
         self._is_counting = False
         for bucket in self._buckets:
             bucket.sums.collect()

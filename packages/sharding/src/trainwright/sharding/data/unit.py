@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
 from trainwright.sharding.data.buckets import Bucket
+from trainwright.sharding.data.reducer import Reducer
 
 
 class Unit:
@@ -16,7 +17,7 @@ class Unit:
         name: The module's name; "" is the model itself.
         module: The module that computes with them.
         buckets: What each collective of the unit moves, trained parameters or not.
-        complete: Called with the buckets that are trained when no more gradient will come.
+        reducer: Reduces those that are trained.
     """
 
     def __init__(
@@ -24,14 +25,14 @@ class Unit:
         name: str,
         module: nn.Module,
         buckets: Sequence[Bucket],
-        complete: Callable[[Sequence[Bucket]], None],
+        reducer: Reducer,
     ) -> None:
         self.name = name
         self.module = module
         self.buckets = tuple(buckets)
         self._cut = tuple(bucket for bucket in self.buckets if bucket.weights.is_cut)
         self._trained = tuple(bucket for bucket in self.buckets if bucket.gradients is not None)
-        self._complete = complete
+        self._reducer = reducer
 
     @property
     def is_cut(self) -> bool:
@@ -72,7 +73,16 @@ class Unit:
 
         Its reductions start as soon as those before it have: the order is the same on every rank.
         """
-        self._complete(self._trained)
+        self._reducer.complete(self._trained)
+
+    def end_backward(self) -> None:
+        """Say that the running backward adds no more gradient to this unit, on any rank.
+
+        If it is the last one the unit's reductions start as those before them have, and the memory
+        of older ones is freed, for which this may wait. Every rank says so of the same units in the
+        same order, after it has begun every gather that another rank needs to say as much.
+        """
+        self._reducer.end_backward(self._trained)
 
     def __repr__(self) -> str:
         names = [member.name for bucket in self.buckets for member in bucket.members]
