@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def tensors_in(*values: object) -> Iterator[torch.Tensor]:
             stack.extend(getattr(value, name, None) for name in names)
 
 
-def copy_aliases(output: Any, module: nn.Module) -> Any:
+def copy_aliases(output: Any, weights: Iterable[torch.Tensor]) -> Any:
     """Return a module's output with copies of the tensors that share memory with its weights.
 
     Such a tensor would lose its contents when the weights are released. None if there is nothing
@@ -77,13 +77,13 @@ def copy_aliases(output: Any, module: nn.Module) -> Any:
     tensors = [tensor for tensor in tensors_in(output) if tensor.layout is torch.strided]
     if not tensors:
         return None
-    weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    storages = {weight.untyped_storage()._cdata for weight in weights}
 
     def is_alias(value: object) -> bool:
         return (
             isinstance(value, torch.Tensor)
             and value.layout is torch.strided
-            and value.untyped_storage()._cdata in weights
+            and value.untyped_storage()._cdata in storages
         )
 
     if not any(is_alias(tensor) for tensor in tensors):

@@ -72,6 +72,7 @@ class HookDriver:
         self._order = GatherOrder(units, agree, live_units)
         self._keep = not release_after_forward
         self._side_outputs = SideOutputs()
+        self._weights = [tuple(unit.module.parameters()) for unit in units]
         self._num_forwards = 0
         # Passes with gradients no backward of which was seen here.
         self._owed: set[int] = set()
@@ -166,7 +167,7 @@ class HookDriver:
             nodes = nodes_since(call.start, output, args, kwargs, sides)
         if index is not None:
             # A copy is made while the weights are there, and runs backward like the rest.
-            result = self._copy_aliases(output, self._units[index])
+            result = self._copy_aliases(output, index)
             if call.task != _OUTSIDE:
                 self._uses.hold(index)
             elif nodes:
@@ -272,13 +273,13 @@ class HookDriver:
         del self._running[place:]
         return call
 
-    def _copy_aliases(self, output: Any, unit: DrivenUnit) -> Any:
-        copied = copy_aliases(output, unit.module)
+    def _copy_aliases(self, output: Any, index: int) -> Any:
+        copied = copy_aliases(output, self._weights[index])
         if copied is None:
             return output
-        if copy_aliases(copied, unit.module) is not None:
+        if copy_aliases(copied, self._weights[index]) is not None:
             raise LifecycleError(
-                f"unit {unit.name!r} returns a view of its weights inside of a "
+                f"unit {self._units[index].name!r} returns a view of its weights inside of a "
                 f"{type(output).__name__}, which is empty once they are released; return a copy "
                 "(.clone())"
             )
