@@ -90,14 +90,32 @@ def test_a_gradient_of_an_earlier_step_is_never_applied_again() -> None:
         found = []
         for step in range(3):
             parallel.zero_grad()
-            (model.a + model.b if step == 0 else model.a).backward()
+            if step < 2:
+                (model.a + model.b if step == 0 else model.a).backward()
             found.append(finish(parallel))
         return found
 
     results = LocalWorld(2).run(run)
     for step in range(3):
         merged = {name: value for found in results for name, value in found[step].items()}
-        assert merged == {"a": 2.0, "b": 2.0 if step == 0 else 0.0}
+        assert merged == {"a": 2.0 if step < 2 else 0.0, "b": 2.0 if step == 0 else 0.0}
+
+
+def test_a_backward_after_reduce_is_refused() -> None:
+    def run(comm: Communicator) -> None:
+        model = Scalars("a", "b")
+        parallel = wrap(model, comm, stage=2, reduce_each_backward=True)
+        model.a.backward()
+        parallel.reduce()
+        with pytest.raises(LifecycleError, match="gradient of a arrived: backward after reduce"):
+            model.a.backward()
+        with pytest.raises(LifecycleError, match="while gradients are being reduced"):
+            parallel.zero_grad()
+        parallel.wait()
+        with pytest.raises(LifecycleError, match="last_backward"):
+            parallel.last_backward()
+
+    LocalWorld(2).run(run)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

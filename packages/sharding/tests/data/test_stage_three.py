@@ -111,6 +111,27 @@ def test_a_unit_gathers_only_its_own_weights() -> None:
     assert LocalWorld(2).run(run) == [([True, True, False, False, True], [("all_gather", 24)])] * 2
 
 
+def test_gathers_and_reductions_have_communicators_of_their_own() -> None:
+    def run(comm: Communicator) -> dict[str, set[str]]:
+        calls: list[RecordedCall] = []
+        model = make_model()
+        parallel = cut(RecordingCommunicator(comm, calls), model)
+        calls.clear()
+        parallel.await_weights()
+        model(torch.ones(1, 3)).sum().backward()
+        parallel.reduce()
+        parallel.wait()
+        return {
+            operation: {call.communicator for call in calls if call.operation == operation}
+            for operation in ("all_gather", "reduce_scatter")
+        }
+
+    for used in LocalWorld(2).run(run):
+        # One for all units, so that their order is one; else a gather could meet a reduction.
+        assert len(used["all_gather"]) == len(used["reduce_scatter"]) == 1
+        assert used["all_gather"] != used["reduce_scatter"]
+
+
 def test_writing_to_released_weights_is_refused() -> None:
     def run(comm: Communicator) -> None:
         model = make_model()

@@ -1,0 +1,119 @@
+"""Units whose reduction is started by a caller."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright.collectives import Communicator, LocalWorld
+from trainwright.sharding.data import DataParallel, LifecycleError, ShardPolicy, by_class
+from trainwright.sharding.data.testing import RecordedCall, RecordingCommunicator, wrap_on
+from trainwright.sharding.mesh import Mesh, MeshShape
+
+SIZES = (4, 6, 8)  # elements of each layer's weight: layer 2 is reduced first
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+class Layer(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.sum()
+
+
+def make(
+    comm: Communicator, stage: int, **policy: object
+) -> tuple[DataParallel, nn.Sequential, list[RecordedCall]]:
+    calls: list[RecordedCall] = []
+    model = nn.Sequential(*(Layer(size) for size in SIZES))
+    mesh = Mesh(RecordingCommunicator(comm, calls), MeshShape(dp=comm.size))
+    chosen = {"stage": stage, "units": by_class(Layer), "alignment": 1, **policy}
+    parallel = wrap_on(mesh, model, ShardPolicy(**chosen))
+    calls.clear()
+    return parallel, model, calls
+
+
+def reduced(calls: list[RecordedCall]) -> list[int]:
+    return [call.numel for call in calls]
+
+
+@STAGES
+def test_a_unit_is_reduced_when_it_says_so_and_those_before_it_have_started(stage: int) -> None:
+    def run(comm: Communicator) -> list[list[int]]:
+        parallel, model, calls = make(comm, stage)
+        seen = []
+        sum(layer() for layer in model).backward()
+        parallel.units["1"].reduce()
+        seen.append(reduced(calls))
+        parallel.units["2"].reduce()
+        parallel.units["2"].reduce()
+        seen.append(reduced(calls))
+        parallel.reduce()
+        parallel.wait()
+        seen.append(reduced(calls))
+        for piece in parallel.pieces.values():
+            assert set(piece.parameter.grad.tolist()) == {2.0}
+        return seen
+
+    assert LocalWorld(2).run(run) == [[[], [8, 6], [8, 6, 4]]] * 2
+
+
+@STAGES
+def test_a_gradient_after_a_unit_was_reduced_is_refused(stage: int) -> None:
+    def run(comm: Communicator) -> None:
+        parallel, model, _ = make(comm, stage)
+        model[2]().backward()
+        parallel.units["2"].reduce()
+        with pytest.raises(LifecycleError, match=r"second gradient of 2.weight arrived"):
+            model[2]().backward()
+
+    LocalWorld(2).run(run)
+
+
+def test_the_end_of_a_units_part_of_the_last_backward_starts_it_without_gradients() -> None:
+    def run(comm: Communicator) -> list[list[int]]:
+        parallel, model, calls = make(comm, 3)
+        seen = []
+        parallel.units["2"].end_backward()  # not the last backward
+        seen.append(reduced(calls))
+        parallel.last_backward()
+        if comm.rank == 0:
+            model[2]().backward()
+        parallel.units["2"].end_backward()
+        seen.append(reduced(calls))
+        parallel.reduce()
+        parallel.wait()
+        values = {v for p in parallel.pieces.values() for v in p.parameter.grad.tolist()}
+        assert values == {0.0, 1.0}
+        return seen
+
+    assert LocalWorld(2).run(run) == [[[], [8]]] * 2
+
+
+def test_the_end_of_a_units_part_frees_the_gradients_of_older_ones() -> None:
+    def run(comm: Communicator) -> list[bool]:
+        parallel, model, _ = make(comm, 3)
+        parallel.last_backward()
+        sum(layer() for layer in model).backward()
+        for name in ("2", "1", "0"):
+            parallel.units[name].end_backward()
+        return [parallel.units[name].buckets[0].sums.is_open for name in ("2", "1", "0")]
+
+    assert LocalWorld(2).run(run) == [[False, True, True]] * 2
+
+
+def test_with_missing_gradients_as_errors_nothing_is_reduced_early() -> None:
+    def run(comm: Communicator) -> list[int]:
+        parallel, model, calls = make(comm, 2, missing_gradients="error")
+        parallel.last_backward()
+        sum(layer() for layer in model).backward()
+        parallel.units["2"].reduce()
+        early = len(calls)
+        parallel.reduce()
+        parallel.wait()
+        return [early, len(calls)]
+
+    assert LocalWorld(2).run(run) == [[0, 4]] * 2
