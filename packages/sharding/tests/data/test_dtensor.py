@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.collectives.testing import run_processes
@@ -59,9 +59,9 @@ def check_against_torch(
         if name in buffers:
             assert torch.equal(found, whole)
             continue
-        assert isinstance(found, DTensor)
+        assert isinstance(found, dist.tensor.DTensor)
         assert found.device_mesh == device_mesh
-        oracle = distribute_tensor(whole, device_mesh, found.placements)
+        oracle = dist.tensor.distribute_tensor(whole, device_mesh, found.placements)
         assert found.shape == oracle.shape
         assert found.stride() == oracle.stride()
         assert torch.equal(found.to_local(), oracle.to_local()), name
@@ -76,9 +76,9 @@ def compare_data_ranks(comm: Communicator) -> None:
         parallel = data_parallel(Network(PLAN), mesh, policy, hooks=False)
         state = dtensor_state_dict(parallel, device_mesh)
         check_against_torch(state, Network(PLAN), device_mesh)
-        assert state["scale"].placements == (Replicate(),)
+        assert state["scale"].placements == (dist.tensor.Replicate(),)
         assert state["layers.0.weight"] is state["layers.1.weight"]
-    sharded = fully_shard(nn.Linear(5, 7), mesh=device_mesh)
+    sharded = dist.fsdp.fully_shard(nn.Linear(5, 7), mesh=device_mesh)
     theirs = sharded.state_dict()
     ours = wrap(nn.Linear(5, 7), comm, stage=3)
     sharded.load_state_dict(dtensor_state_dict(ours, device_mesh))
@@ -98,14 +98,14 @@ def compare_products(comm: Communicator) -> None:
         parallel = data_parallel(model, mesh, ShardPolicy(stage=1))
         state = dtensor_state_dict(parallel)
         weight = state["up.weight"]
-        assert isinstance(weight, DTensor)
+        assert isinstance(weight, dist.tensor.DTensor)
         check_against_torch(state, plain, weight.device_mesh)
         if mesh.size("tp") > 1:
-            assert weight.placements == (Shard(0), Shard(0))
-            assert state["down.weight"].placements == (Shard(0), Shard(1))
-            assert state["down.bias"].placements == (Shard(0), Replicate())
+            assert weight.placements == (dist.tensor.Shard(0), dist.tensor.Shard(0))
+            assert state["down.weight"].placements == (dist.tensor.Shard(0), dist.tensor.Shard(1))
+            assert state["down.bias"].placements == (dist.tensor.Shard(0), dist.tensor.Replicate())
         else:
-            assert weight.placements == (Replicate(), Shard(0))
+            assert weight.placements == (dist.tensor.Replicate(), dist.tensor.Shard(0))
 
 
 def refuse_what_does_not_fit(comm: Communicator) -> None:
@@ -145,6 +145,9 @@ def move_whole_states(comm: Communicator) -> None:
 
 
 def run_all(comm: Communicator) -> int:
+    # Not above: this process needs neither, and importing them takes seconds.
+    for name in ("fsdp", "tensor"):
+        importlib.import_module(f"torch.distributed.{name}")
     move_whole_states(comm)
     compare_data_ranks(comm)
     compare_products(comm)

@@ -15,7 +15,7 @@ from trainwright.sharding.data.testing import Network, NetworkPlan, network_plan
 from trainwright.sharding.testing import mesh_shapes
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     plan=network_plans(),
     shape=mesh_shapes(8, ("dp", "cp")) | mesh_shapes(8, ("dp", "cp"), hybrid=True),

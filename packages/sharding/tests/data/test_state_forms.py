@@ -91,7 +91,7 @@ meshes = mesh_shapes(8, ("dp", "cp", "tp")) | mesh_shapes(8, ("dp", "tp"), hybri
 plans = network_plans([torch.float64, torch.float32, torch.bfloat16, torch.float16])
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(plan=plans, shape=meshes, policy=policies, data=st.data())
 def test_a_full_state_is_the_plain_models_on_one_rank_and_empty_elsewhere(
     plan: NetworkPlan, shape: MeshShape, policy: ShardPolicy, data: st.DataObject
@@ -114,7 +114,7 @@ def test_a_full_state_is_the_plain_models_on_one_rank_and_empty_elsewhere(
         assert results[root][last] is results[root]["layers.0.weight"]
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(plan=plans, shape=meshes, policy=policies)
 def test_pieces_tile_the_plain_models_state(
     plan: NetworkPlan, shape: MeshShape, policy: ShardPolicy
@@ -146,7 +146,7 @@ def test_pieces_tile_the_plain_models_state(
         assert bool((times == 1).all()), name
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(plan=plans, shape=meshes, policy=policies, data=st.data())
 def test_a_plain_state_is_loaded_from_one_rank_or_from_all(
     plan: NetworkPlan, shape: MeshShape, policy: ShardPolicy, data: st.DataObject
