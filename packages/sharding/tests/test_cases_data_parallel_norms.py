@@ -120,6 +120,32 @@ def test_over_tensor_ranks_replicated_weights_count_once_and_shards_all(way: Way
 
 
 @EVERY_WAY
+def test_different_experts_all_count_and_their_tokens_are_summed_from_every_rank(way: Way) -> None:
+    class Experts(Weighted):
+        def __init__(self, rank: int) -> None:
+            super().__init__({"router": 1, "expert": 1})
+            self.rank = rank
+
+        def parameter_placements(self) -> dict[str, ParameterPlacement]:
+            place = ParameterPlacement.sharded((2,), 0, rank=self.rank, size=2, axis="ep")
+            return {"expert": place}
+
+    def run(comm: Communicator) -> tuple[float, list[Any]]:
+        driven = on("dp=4,ep=2", way, lambda mesh: Experts(mesh.coordinate("ep")), comm)
+        # The tokens of two ranks reach an expert, those of all four the router.
+        tokens = [1.0, 2.0, 3.0, 4.0][comm.rank]
+        driven.reduce([partial(driven.parallel.module, router=[1.0], expert=[tokens])])
+        return float(totals(driven).norm), driven.gradients()
+
+    ranks = LocalWorld(4).run(run)
+
+    found = assemble(parts for _, parts in ranks)
+    assert found["expert"].tolist() == [4.0, 6.0]
+    assert found["router"].tolist() == [4.0]
+    assert [norm for norm, _ in ranks] == pytest.approx([(16 + 36 + 16) ** 0.5] * 4)
+
+
+@EVERY_WAY
 def test_a_weight_tied_over_the_ends_of_a_pipeline_has_one_gradient_and_counts_once(
     way: Way,
 ) -> None:

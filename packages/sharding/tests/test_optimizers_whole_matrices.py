@@ -373,6 +373,12 @@ def test_owners_carry_about_the_same_and_rounds_hold_little(
             assert len(share) <= 1 or sum(named[name] for name in share) <= most
 
 
+def test_the_largest_matrix_is_given_out_first() -> None:
+    owners = assign_owners({"small": 1, "other": 1, "large": 2}, 2)
+
+    assert owners == {"small": 1, "other": 1, "large": 0}
+
+
 @STAGES
 def test_the_group_lists_this_ranks_pieces_and_goes_with_a_scheduler(stage: int) -> None:
     def run(comm: Communicator) -> tuple[list[str], tuple[str, ...]]:

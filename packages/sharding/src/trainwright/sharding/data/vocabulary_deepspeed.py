@@ -184,7 +184,7 @@ _WORDS: dict[str, Word] = {
     "memory_efficient_linear": notes(_OWN_WAY),
     "override_module_apply": notes("data_parallel(initialize=...) initialises unit by unit"),
     "log_trace_cache_warnings": notes(_OWN_WAY),
-    "enable_sanity_checks": notes("ranks that run units in another order are always told"),
+    "enable_sanity_checks": notes("ranks always agree on what they gather next, or are told"),
     "save_muon_momentum_buffer_in_memory": notes("WholeMatrices keeps states where it updates"),
     "cpu_offload_use_pin_memory": notes(_OWN_WAY),
     "offload_optimizer": _offload,
