@@ -123,7 +123,7 @@ def test_units_may_run_in_another_order_than_they_are_registered(
         assert gathered == [["", *names, "", *names[::-1]]] * 4
 
 
-def test_only_the_first_pass_of_a_kind_sends_more_than_weights() -> None:
+def test_after_the_first_step_only_a_number_a_step_is_sent_besides_weights() -> None:
     def run(comm: Communicator) -> list[int]:
         calls: list[RecordedCall] = []
         model = Route()
@@ -139,8 +139,8 @@ def test_only_the_first_pass_of_a_kind_sends_more_than_weights() -> None:
             calls.clear()
         return counts
 
-    # Each pass: one agreement a unit and one on its end.
-    assert LocalWorld(2).run(run) == [[3 * 6, 0, 0]] * 2
+    # Each pass of the first step: one agreement a unit and one on its end.
+    assert LocalWorld(2).run(run) == [[3 * 6 + 1, 1, 1]] * 2
     assert LocalWorld(1).run(run) == [[0, 0, 0]]
 
 
@@ -207,6 +207,32 @@ def test_ranks_in_passes_of_different_kinds_are_told_so() -> None:
         LifecycleError, match="rank 0 a forward with gradients, rank 1 a forward without gradients"
     ):
         LocalWorld(2).run(run)
+
+
+def test_ranks_that_run_passes_in_different_orders_are_told_before_anything_is_reduced() -> None:
+    def run(comm: Communicator) -> str:
+        model = Route()
+        units, _ = counting_units(model, names_of(4), comm)
+        driver = HookDriver(units, model, comm)
+        model(inputs_of(0), range(4)).sum().backward()
+        driver.finish()
+        losses = [model(inputs_of(0), range(4)).sum()]
+        if comm.rank == 0:
+            losses.pop().backward()
+        losses.append(model(inputs_of(1), range(4)).sum())
+        for loss in losses:
+            loss.backward()
+        with pytest.raises(LifecycleError) as caught:
+            driver.finish()
+        driver.reset()
+        model(inputs_of(0), range(4)).sum().backward()
+        driver.finish()
+        return str(caught.value)
+
+    first, second = LocalWorld(2).run(run)
+
+    assert "rank 0 gathered other weights in this step than rank 1" in first
+    assert "forward with gradients, forward with gradients, backward, backward" in second
 
 
 @pytest.mark.parametrize("keep", [False, True])

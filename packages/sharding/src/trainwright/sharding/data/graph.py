@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
+
+from trainwright.sharding.data.errors import LifecycleError
 
 
 def next_number() -> int:
@@ -68,15 +70,17 @@ def tensors_in(*values: object) -> Iterator[torch.Tensor]:
             stack.extend(getattr(value, name, None) for name in names)
 
 
-def copy_aliases(output: Any, weights: Iterable[torch.Tensor]) -> Any:
-    """Return a module's output with copies of the tensors that share memory with its weights.
+def copy_aliases(output: Any, weights: Iterable[torch.Tensor], name: str) -> Any:
+    """Return a unit's output with copies of the tensors that share memory with its weights.
 
-    Such a tensor would lose its contents when the weights are released. None if there is nothing
-    to copy.
+    Such a tensor would lose its contents when the weights are released.
+
+    Raises:
+        LifecycleError: One stands in a container that cannot be rebuilt.
     """
     tensors = [tensor for tensor in tensors_in(output) if tensor.layout is torch.strided]
     if not tensors:
-        return None
+        return output
     storages = {weight.untyped_storage()._cdata for weight in weights}
 
     def is_alias(value: object) -> bool:
@@ -86,7 +90,15 @@ def copy_aliases(output: Any, weights: Iterable[torch.Tensor]) -> Any:
             and value.untyped_storage()._cdata in storages
         )
 
+    def copy(value: Any) -> Any:
+        return value.clone() if is_alias(value) else value
+
     if not any(is_alias(tensor) for tensor in tensors):
-        return None
-    copy: Callable[[Any], Any] = lambda value: value.clone() if is_alias(value) else value  # noqa: E731
-    return pytree.tree_map(copy, output)
+        return output
+    copied = pytree.tree_map(copy, output)
+    if any(is_alias(tensor) for tensor in tensors_in(copied)):
+        raise LifecycleError(
+            f"unit {name!r} returns a view of its weights inside of a {type(output).__name__}, "
+            "which is empty once they are released; return a copy (.clone())"
+        )
+    return copied

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from trainwright.collectives import Communicator
-from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.graph import copy_aliases, next_number, nodes_since, number_of
 from trainwright.sharding.data.order import GatherOrder, GatherOrderWarning
+from trainwright.sharding.data.pace import Pace
 from trainwright.sharding.data.passes import DrivenUnit, Pass
 from trainwright.sharding.data.side_outputs import SideOutputs
 from trainwright.sharding.data.uses import Uses
@@ -69,7 +69,8 @@ class HookDriver:
         release_after_forward: bool = True,
     ) -> None:
         self._units = units
-        self._order = GatherOrder(units, agree, live_units)
+        self._pace = Pace(agree)
+        self._order = GatherOrder(units, agree, live_units, self._pace)
         self._keep = not release_after_forward
         self._side_outputs = SideOutputs()
         self._weights = [tuple(unit.module.parameters()) for unit in units]
@@ -97,20 +98,16 @@ class HookDriver:
         """End what is open, so that a rank that left out a backward joins those that run it.
 
         Every rank has run the same forwards. Call it before gradients are reduced, on all ranks.
+
+        Raises:
+            LifecycleError: On every rank: they have run different passes.
+
+        Communicates:
+            The gathers of backwards that were left out, and one all-gather of 8 bytes.
         """
-        self._settle()
-        if len(self._owed) > 1:
-            warnings.warn(
-                f"{len(self._owed)} forwards with gradients had no backward before reduce(); their "
-                "gathers were repeated for ranks that may have run one; evaluate under no_grad()",
-                GatherOrderWarning,
-                stacklevel=2,
-            )
-        for _ in sorted(self._owed):
-            self._order.begin(Pass.BACKWARD)
-            self._order.end(was_run=False)
-        self._owed.clear()
+        self._catch_up()
         self._release_all()
+        self._pace.compare()
 
     def reset(self) -> None:
         """Leave a pass that an exception broke off; on all ranks, for ``zero_grad(discard=True)``.
@@ -118,9 +115,10 @@ class HookDriver:
         Ranks that were not interrupted may have gathered more: this joins them, then releases all.
         """
         try:
-            self.finish()
+            self._catch_up()
         finally:
             self._release_all()
+            self._pace.forget()
 
     def relearn_order(self) -> None:
         """Let the next pass of each kind find out anew what ranks need; on all ranks together."""
@@ -167,7 +165,7 @@ class HookDriver:
             nodes = nodes_since(call.start, output, args, kwargs, sides)
         if index is not None:
             # A copy is made while the weights are there, and runs backward like the rest.
-            result = self._copy_aliases(output, index)
+            result = copy_aliases(output, self._weights[index], self._units[index].name)
             if call.task != _OUTSIDE:
                 self._uses.hold(index)
             elif nodes:
@@ -180,7 +178,7 @@ class HookDriver:
             failed = output is None and sys.exc_info()[0] is not None
             if not failed and not self._order_is_backward:
                 self._order.end(was_run=True)
-        return result if result is not output else None
+        return None if result is output else result
 
     def _before_node(self, call: _Call, number: int, gradients: Any) -> None:
         """Runs before a node of a unit that others of the unit come after."""
@@ -273,17 +271,19 @@ class HookDriver:
         del self._running[place:]
         return call
 
-    def _copy_aliases(self, output: Any, index: int) -> Any:
-        copied = copy_aliases(output, self._weights[index])
-        if copied is None:
-            return output
-        if copy_aliases(copied, self._weights[index]) is not None:
-            raise LifecycleError(
-                f"unit {self._units[index].name!r} returns a view of its weights inside of a "
-                f"{type(output).__name__}, which is empty once they are released; return a copy "
-                "(.clone())"
+    def _catch_up(self) -> None:
+        self._settle()
+        if len(self._owed) > 1:
+            warnings.warn(
+                f"{len(self._owed)} forwards with gradients had no backward before reduce(); their "
+                "gathers were repeated for ranks that may have run one; evaluate under no_grad()",
+                GatherOrderWarning,
+                stacklevel=3,
             )
-        return copied
+        for _ in sorted(self._owed):
+            self._order.begin(Pass.BACKWARD)
+            self._order.end(was_run=False)
+        self._owed.clear()
 
     def _settle(self) -> None:
         """End the pass that is open, if any."""

@@ -10,6 +10,7 @@ from typing import NoReturn
 from trainwright.collectives import Communicator
 from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.lesson import DONE, IDLE, KindMismatchError, Lesson
+from trainwright.sharding.data.pace import Pace
 from trainwright.sharding.data.passes import DrivenUnit, Pass, parents_of, usual_order
 
 
@@ -28,12 +29,16 @@ class GatherOrder:
         units: Outer ones before those inside of them, on all ranks alike.
         agree: Joins all ranks that gather with this one.
         live_units: How many may be gathered at once for being needed now or next.
+        pace: Is told of every gather.
     """
 
-    def __init__(self, units: Sequence[DrivenUnit], agree: Communicator, live_units: int) -> None:
+    def __init__(
+        self, units: Sequence[DrivenUnit], agree: Communicator, live_units: int, pace: Pace
+    ) -> None:
         self.kind: Pass | None = None
         self._units = units
         self._agree = agree
+        self._pace = pace
         self._most_ahead = live_units - 1
         self._parents = parents_of(units)
         self._learned: dict[Pass, tuple[int, ...]] = {}
@@ -56,6 +61,7 @@ class GatherOrder:
         """
         assert self.kind is None
         self.kind = kind
+        self._pace.begin(kind)
         self._keeps = keep
         self._needed_later = set()
         self._sequence = self._learned.get(kind, ())
@@ -93,7 +99,7 @@ class GatherOrder:
             if index is None or index in self._ahead or self._units[index].is_gathered:
                 return
             self._next += 1
-            self._units[index].gather()
+            self._gather(index)
             self._ahead.append(index)
 
     def is_behind(self, index: int) -> bool:
@@ -155,7 +161,7 @@ class GatherOrder:
             if chosen is None:
                 return
             if chosen == want:
-                self._units[want].gather()
+                self._gather(want)
                 self._take(want)
                 return
             self._join(chosen)
@@ -164,11 +170,11 @@ class GatherOrder:
         if index not in self._sequence[self._next :]:
             if self._agree.size > 1:
                 self._refuse(index)
-            self._units[index].gather()
+            self._gather(index)
         else:
             self._skip_to(self._sequence.index(index, self._next))
             self._next += 1
-            self._units[index].gather()
+            self._gather(index)
         self._take(index)
 
     def _skip_to(self, place: int) -> None:
@@ -188,6 +194,10 @@ class GatherOrder:
             else:
                 yield index
 
+    def _gather(self, index: int) -> None:
+        self._pace.gather(index)
+        self._units[index].gather()
+
     def _take(self, index: int) -> None:
         self._units[index].await_weights()
         if self._does_keep(index):
@@ -199,10 +209,10 @@ class GatherOrder:
         if unit.is_gathered:
             # In use here, but not on every rank: the same memory gets the same weights again.
             unit.release()
-            unit.gather()
+            self._gather(index)
             self._take(index)
         else:
-            unit.gather()
+            self._gather(index)
             self._give_back(index)
 
     def _give_back(self, index: int) -> None:

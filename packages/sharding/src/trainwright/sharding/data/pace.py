@@ -1,0 +1,87 @@
+"""Finds out whether all ranks have gathered the same units since they were last compared."""
+
+from __future__ import annotations
+
+import torch
+
+from trainwright.collectives import Communicator
+from trainwright.sharding.data.errors import LifecycleError
+from trainwright.sharding.data.passes import Pass
+
+_PRIME = 2**61 - 1
+
+
+class Pace:
+    """A number that says what a rank has gathered, and the comparison of all ranks' numbers.
+
+    Within a pass a rank knows by itself what all gather. Passes in different orders, such as a
+    backward before the second forward on one rank and after it on another, it can only see so:
+    units of equal sizes would have got each other's weights.
+
+    Args:
+        agree: Joins the ranks that gather together.
+    """
+
+    def __init__(self, agree: Communicator) -> None:
+        self._agree = agree
+        self._number = 0
+        self._passes: list[Pass] = []
+        self._under_way: tuple[torch.Tensor, torch.cuda.Event, str] | None = None
+
+    def begin(self, kind: Pass) -> None:
+        """Note that a pass begins."""
+        self._passes.append(kind)
+
+    def gather(self, index: int) -> None:
+        """Note that a unit is gathered."""
+        self._number = (self._number * 1_000_003 + index + 1) % _PRIME
+
+    def forget(self) -> None:
+        """Begin anew on all ranks."""
+        self._number = 0
+        self._passes.clear()
+
+    def compare(self) -> None:
+        """Begin anew after raising on every rank if they differ.
+
+        On a CUDA device the host does not wait: it raises in a later call.
+
+        Communicates:
+            One all-gather of 8 bytes.
+        """
+        if self._agree.size > 1:
+            self._exchange()
+        self.forget()
+
+    def _exchange(self) -> None:
+        device = self._agree.device
+        mine = torch.tensor([self._number], dtype=torch.int64).to(device, non_blocking=True)
+        every = torch.empty(self._agree.size, dtype=torch.int64, device=device)
+        self._agree.all_gather(every, mine).wait()
+        passes = ", ".join(map(str, self._passes)) or "nothing"
+        if device.type != "cuda":
+            self._judge(every, passes)
+            return
+        if self._under_way is not None and self._under_way[1].query():  # type: ignore[no-untyped-call]
+            numbers, _, earlier = self._under_way
+            self._under_way = None
+            self._judge(numbers, earlier)
+        if self._under_way is None:
+            numbers = torch.empty(self._agree.size, dtype=torch.int64, pin_memory=True)
+            numbers.copy_(every, non_blocking=True)
+            arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrival.record()
+            self._under_way = (numbers, arrival, passes)
+
+    def _judge(self, every: torch.Tensor, passes: str) -> None:
+        numbers: list[int] = every.tolist()
+        rank = self._agree.rank
+        others = [str(other) for other, found in enumerate(numbers) if found != numbers[rank]]
+        if others:
+            self.forget()
+            raise LifecycleError(
+                f"rank {rank} gathered other weights in this step than rank {', '.join(others)}, "
+                f"so that its gradients are wrong; here it ran: {passes}. Run the same forwards "
+                "and backwards in the same order on all ranks; a rank may leave out only its last "
+                "backwards, then call zero_grad(discard=True) on all ranks"
+            )
