@@ -174,3 +174,14 @@ def test_nothing_is_loaded_while_one_rank_has_gradients_that_were_not_reduced(st
         assert not any(tensor.any() for tensor, _ in piece_state_dict(parallel).values())
 
     LocalWorld(2).run(run)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_that_came_later_is_named_and_not_left_out(stage: int) -> None:
+    def run(world: Communicator) -> None:
+        parallel = wrap(nn.Linear(3, 3), world, stage=stage)
+        parallel.module.register_parameter("late", nn.Parameter(torch.zeros(2)))
+        with pytest.raises(ShardingError, match="late was added or renamed after data_parallel"):
+            full_state_dict(parallel)
+
+    LocalWorld(2).run(run)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainwright.collectives import ShardSpec
+from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.mesh import Mesh
 
@@ -42,9 +43,19 @@ class HeldTensor:
 
 
 def held_tensors(parallel: DataParallel) -> list[HeldTensor]:
-    """Return what this rank holds, in the order of the plain model's ``state_dict``."""
+    """Return what this rank holds, in the order of the plain model's ``state_dict``.
+
+    Raises:
+        LifecycleError: The model has got a parameter since it was made data-parallel.
+    """
     pieces = parallel.pieces
     frozen = parallel.frozen
+    cut = {
+        part.name
+        for group in parallel.layout
+        for bucket in group.buckets
+        for part in bucket.parameters
+    }
     parameters = {id(parameter) for parameter in parallel.module.parameters()}
     found: list[HeldTensor] = []
     for names, tensor in named_tensors(parallel.module):
@@ -53,6 +64,11 @@ def held_tensors(parallel: DataParallel) -> list[HeldTensor]:
         if piece is not None:
             held, spec = piece.parameter.detach(), piece.spec
         elif id(tensor) in parameters and tensor.numel() > 0:
+            if name not in cut:
+                raise LifecycleError(
+                    f"{name} was added or renamed after data_parallel(), so it belongs to no "
+                    "state; build the whole module first"
+                )
             continue  # all of it is on other ranks
         else:
             held, spec = tensor.detach(), _whole_spec(name, tensor, parallel.mesh)

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from trainwright.collectives import random
-from trainwright.sharding.errors import ShardingError
+from trainwright.sharding.errors import NotAvailableError, ShardingError
 
 Initializer = Callable[[str, nn.Module], None]
 """Writes every direct parameter and buffer of the module with this name, in place."""
 
-# torch's global generator, which `reset_parameters` draws from, is shared by all threads.
-_GENERATOR = threading.Lock()
+# torch's global generators, which `reset_parameters` draws from, are shared by all threads.
+_LOCK = threading.Lock()
 
 
 def materialize(
@@ -48,10 +48,11 @@ def materialize(
         _check_module(name, module)
     fresh = [_allocate(name, module, target) for name, module in chosen]
     own = {id(module) for _, module in modules}
+    new = {id(entry.tensor) for item in fresh for entry in item.entries}
     with torch.no_grad():
         for item in reversed(fresh):
             others = _versions_of_others(item.module, own)
-            kept = _values_of_old(item.module, fresh)
+            kept = _values_of_old(item.module, new)
             initialize(item.name, item.module)
             for tensor, values in kept:
                 tensor.copy_(values)
@@ -65,14 +66,15 @@ def seeded_reset(seed: int) -> Initializer:
     """Return an initializer that runs each module's ``reset_parameters`` on numbers of its own.
 
     The values depend on the seed, the module's name and the kind of device: not on the rank, the
-    sharding or the order of modules. torch's global generator is as it was afterwards; meanwhile
-    other threads must not draw from it.
+    sharding or the order of modules. torch's global generators are as they were afterwards;
+    meanwhile other threads must not draw from them.
 
     Args:
         seed: 0 to 2**64 - 1.
 
     Returns:
-        An `Initializer`; it raises ShardingError for a module without ``reset_parameters``.
+        An `Initializer`; it raises ShardingError for a module without ``reset_parameters``, and
+        NotAvailableError on devices whose generator torch does not show.
     """
     random.Key(seed, "")
 
@@ -87,10 +89,16 @@ def seeded_reset(seed: int) -> Initializer:
                 "writes them and hands other modules to seeded_reset"
             )
         low, high = random.Key(seed, name).words
-        tensors = [tensor for _, tensor in _direct(module) if tensor.is_cuda]
-        with _GENERATOR, torch.random.fork_rng(devices={tensor.device for tensor in tensors}):
-            torch.manual_seed(high << 32 | low)
-            reset()
+        with _LOCK:
+            generators = _generators_of(module)
+            states = [generator.get_state() for generator in generators]
+            try:
+                for generator in generators:
+                    generator.manual_seed(high << 32 | low)
+                reset()
+            finally:
+                for generator, state in zip(generators, states, strict=True):
+                    generator.set_state(state)
 
     return initialize
 
@@ -120,6 +128,22 @@ def _direct(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for key, tensor in held.items():
             if tensor is not None:
                 yield key, tensor
+
+
+def _generators_of(module: nn.Module) -> list[torch.Generator]:
+    """Return the CPU's generator and those of the devices on which the module is."""
+    # Not torch.manual_seed(): it would reach devices that this module has nothing to do with.
+    found = [torch.default_generator]
+    devices = {tensor.device for _, tensor in _direct(module) if tensor.device.type != "cpu"}
+    for device in devices:
+        all_of_kind = getattr(torch.get_device_module(device.type), "default_generators", None)
+        if all_of_kind is None or device.index is None:
+            raise NotAvailableError(
+                f"seeded_reset() cannot seed {device}; initialise on the CPU, or pass an "
+                "initialize of your own"
+            )
+        found.append(all_of_kind[device.index])
+    return found
 
 
 def _has_meta(module: nn.Module) -> bool:
@@ -160,10 +184,7 @@ def _allocate(name: str, module: nn.Module, device: torch.device) -> _FreshModul
     return _FreshModule(name, module, tuple(found))
 
 
-def _values_of_old(
-    module: nn.Module, fresh: Sequence[_FreshModule]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    new = {id(entry.tensor) for item in fresh for entry in item.entries}
+def _values_of_old(module: nn.Module, new: set[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     old = [tensor for _, tensor in _direct(module) if id(tensor) not in new]
     return [(tensor, tensor.detach().clone()) for tensor in old]
 
