@@ -132,6 +132,22 @@ def test_gradients_reduced_each_backward_take_one_share_between_micro_batches(st
     assert LocalWorld(NUM_RANKS).run(run) == [[NUM_PARAMETERS] * 3] * NUM_RANKS
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_zeroed_when_gradients_get_memory_is_exactly_the_padding(stage: int) -> None:
+    def run(comm: Communicator) -> None:
+        parallel = make(comm, stage, torch.float32, alignment=32)
+        for unit in parallel.units.values():
+            for bucket in unit.buckets:
+                bucket.sums.open()
+                bucket.sums.full.zero_()
+                for part in (*bucket.sums.gaps, *(member.gradient for member in bucket.members)):
+                    part.add_(1)
+                assert set(bucket.sums.full.tolist()) == {1.0}
+                assert bucket.sums.gaps
+
+    LocalWorld(3).run(run)
+
+
 def test_gradients_dropped_on_purpose_give_their_memory_back() -> None:
     def run(comm: Communicator) -> int:
         parallel = make(comm, 2, torch.float32)

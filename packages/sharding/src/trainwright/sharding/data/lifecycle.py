@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from trainwright.sharding.data.build import FlatModel
+from trainwright.sharding.data.driving import UnitDriver
 from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.layout import GroupLayout
 from trainwright.sharding.data.piece import Piece
@@ -21,35 +21,6 @@ Check = Callable[[], None]
 """Raises on every rank if gradients must not be reduced as they are."""
 
 
-class UnitDriver(Protocol):
-    """What gathers and releases units while the module computes."""
-
-    def begin_step(self) -> None:
-        """Forget forwards whose backward never came."""
-        ...
-
-    def finish(self) -> None:
-        """End what is open, before gradients are reduced."""
-        ...
-
-    def reset(self) -> None:
-        """Leave what an exception broke off."""
-        ...
-
-
-class CallerDrives:
-    """The caller gathers and releases, or nothing is ever released."""
-
-    def begin_step(self) -> None:
-        """Nothing to forget."""
-
-    def finish(self) -> None:
-        """Nothing to end."""
-
-    def reset(self) -> None:
-        """Nothing to leave."""
-
-
 class DataParallel:
     """A module whose gradients are summed over the data-parallel ranks, made by `data_parallel`.
 
@@ -58,6 +29,11 @@ class DataParallel:
 
     Every rank reduces every bucket once a step in one fixed order, whatever its backward used: a
     parameter without gradient contributes zeros. Sums are never divided.
+
+    At stage 3 a unit's weights are whole only between gathering and releasing, which hooks on its
+    module do, or the caller (``data_parallel(hooks=False)``) through `gather`, `await_weights` and
+    `release`. While released, parameters are NaN of their shape; what autograd saved of whole
+    weights is right again after the next gathering.
     """
 
     def __init__(

@@ -9,8 +9,9 @@ from torch import nn
 
 from trainwright.collectives import Communicator
 from trainwright.sharding.data.build import FlatModel, flatten_model
+from trainwright.sharding.data.driving import CallerDrives, UnitDriver
 from trainwright.sharding.data.hooks import HookDriver
-from trainwright.sharding.data.lifecycle import CallerDrives, DataParallel, UnitDriver
+from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.data.materialize import Initializer
 from trainwright.sharding.data.missing import check_no_gradient_is_missing
 from trainwright.sharding.data.parameters import collect_parameters

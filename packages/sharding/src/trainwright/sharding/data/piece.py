@@ -15,8 +15,8 @@ class Piece:
     Args:
         name: The parameter's name in the plain model.
         parameter: What an optimizer updates, float32 or float64: the local parameter in its shape
-            at stage 0, a flat range of it at stage 1. Its ``grad`` is set by
-            `DataParallel.wait`.
+            at stage 0, a flat range of it from stage 1 on. Its ``grad`` is set by
+            `DataParallel.wait`. Of a frozen parameter, what this rank keeps, in its own dtype.
         spec: Which elements of the global tensor these are, and on which axes they are replicated.
     """
 
