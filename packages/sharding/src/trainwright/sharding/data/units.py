@@ -64,14 +64,14 @@ def by_size(min_parameters: int) -> UnitRule:
 
     def count(module: nn.Module) -> int:
         own = {id(p): p.numel() for p in module.parameters(recurse=False)}
-        return sum(own.values()) + sum(
-            0 if chosen(child) else count(child) for child in module.children()
-        )
+        total = sum(own.values())
+        for child in module.children():
+            left = count(child)
+            if left < min_parameters or not runs(child):
+                total += left  # not a unit: it belongs to what is around it
+        return total
 
-    def chosen(module: nn.Module) -> bool:
-        return runs(module) and count(module) >= min_parameters
-
-    return lambda name, module: chosen(module)
+    return lambda name, module: runs(module) and count(module) >= min_parameters
 
 
 def runs(module: nn.Module) -> bool:
