@@ -97,6 +97,8 @@ def test_ranks_may_skip_different_units_in_each_step(data: st.DataObject) -> Non
     )
 
     assert all(result == results[0] for result in results)
+    used = {unit for route in routes[0] for unit in route}
+    assert len(results[0][0]) == (1 + len(used)) * (1 if keep else 2)
     if ranks > 1:
         for gathered in results[0][1:]:
             assert len(gathered) == (5 if keep else 10)
@@ -154,6 +156,55 @@ def test_conflicting_orders_give_right_results_and_one_warning() -> None:
     text = str(seen[0].message)
     assert "rank 0: '', 'blocks.0', 'blocks.1', 'blocks.2', 'blocks.3'; rank 1: ''" in text
     assert "gather 'blocks.1' more often" in text or "gather 'blocks.2' more often" in text
+
+
+class Outer(nn.Module):
+    """Runs the others inside of its own forward, or lets them run after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=F64)
+
+    def forward(self, hidden: torch.Tensor, *inner: nn.Module) -> torch.Tensor:
+        for module in inner:
+            hidden = torch.tanh(module(hidden))
+        return torch.tanh(self.linear(hidden))
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = Outer()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3, dtype=F64) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, nested: bool) -> torch.Tensor:
+        first, second = self.blocks
+        if nested:
+            return self.outer(hidden, first, second)
+        return second(self.outer(first(self.outer(hidden))))
+
+
+def test_a_rank_joins_the_gather_of_a_unit_that_it_is_using() -> None:
+    def run(comm: Communicator) -> list[str]:
+        plain, model = Nested(), Nested()
+        model.load_state_dict(plain.state_dict())
+        units, tally = counting_units(model, ["outer", "blocks.0", "blocks.1"], comm)
+        driver = HookDriver(units, model, comm)
+        for step in range(3):
+            tally.gathered.clear()
+            for trained in (plain, model):
+                trained.zero_grad()
+                trained(inputs_of(step), comm.rank == 0).square().sum().backward()
+            driver.finish()
+            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=0)
+        return tally.gathered
+
+    with pytest.warns(GatherOrderWarning, match="'blocks.1' more often"):  # in the backward
+        first, second = LocalWorld(2, timeout_s=10).run(run)
+
+    assert first == second
+    assert first[:4] == ["outer", "blocks.0", "outer", "blocks.1"]
 
 
 def test_a_unit_that_is_not_ahead_is_refused_on_all_ranks() -> None:
