@@ -185,9 +185,12 @@ class Nested(nn.Module):
 
 
 def test_a_rank_joins_the_gather_of_a_unit_that_it_is_using() -> None:
+    state = Nested().state_dict()
+
     def run(comm: Communicator) -> list[str]:
         plain, model = Nested(), Nested()
-        model.load_state_dict(plain.state_dict())
+        plain.load_state_dict(state)
+        model.load_state_dict(state)
         units, tally = counting_units(model, ["outer", "blocks.0", "blocks.1"], comm)
         driver = HookDriver(units, model, comm)
         for step in range(3):
