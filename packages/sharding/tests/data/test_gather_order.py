@@ -380,3 +380,27 @@ def test_submodules_may_be_called_without_the_root() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         LocalWorld(2).run(run)
+
+
+def test_after_the_end_of_a_pass_units_may_be_gathered_by_others() -> None:
+    def run(comm: Communicator) -> list[str]:
+        model = Route(root=False)
+        units, tally = counting_units(model, names_of(4)[1:], comm)
+        driver = HookDriver(units, model, comm)
+        for step in range(2):
+            with torch.no_grad():
+                for index in range(3):
+                    if step == 0 or index != comm.rank:
+                        model.blocks[index](inputs_of(step))
+            driver.end_pass()
+            for unit in units:
+                unit.gather()
+            for unit in units:
+                unit.await_weights()
+                assert not any(parameter.isnan().any() for parameter in unit.module.parameters())
+                unit.release()
+        return tally.gathered
+
+    first, second = LocalWorld(2, timeout_s=10).run(run)
+
+    assert first == second

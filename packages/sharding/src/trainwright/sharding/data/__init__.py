@@ -12,6 +12,7 @@ from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.data.loading import load_full
 from trainwright.sharding.data.materialize import Initializer, seeded_reset
 from trainwright.sharding.data.optimizers import check_optimizer, parameter_groups
+from trainwright.sharding.data.order import GatherOrderWarning
 from trainwright.sharding.data.ownership import piece_spec_on
 from trainwright.sharding.data.parallel import data_parallel
 from trainwright.sharding.data.piece import Piece
@@ -28,6 +29,7 @@ from trainwright.sharding.data.whole_matrices import WholeMatrices
 __all__ = [
     "BucketLayout",
     "DataParallel",
+    "GatherOrderWarning",
     "GroupKey",
     "GroupLayout",
     "Initializer",

@@ -90,7 +90,7 @@ class HookDriver:
 
     def begin_step(self) -> None:
         """Forget forwards whose backward never came; for ``zero_grad()`` on all ranks."""
-        self._settle()
+        self.end_pass()
         self._owed.clear()
         self._release_all()
 
@@ -120,9 +120,17 @@ class HookDriver:
             self._release_all()
             self._pace.forget()
 
+    def end_pass(self) -> None:
+        """End what is open on this rank; on all ranks, before others gather or release units."""
+        self._running.clear()
+        if self._order_is_backward or self._tasks:
+            self._end_backward()
+        if self._order.kind is not None:
+            self._order.end(was_run=True)
+
     def relearn_order(self) -> None:
         """Let the next pass of each kind find out anew what ranks need; on all ranks together."""
-        self._settle()
+        self.end_pass()
         self._order.forget()
 
     def _watch(self, module: nn.Module, index: int | None, *, is_root: bool) -> None:
@@ -272,7 +280,7 @@ class HookDriver:
         return call
 
     def _catch_up(self) -> None:
-        self._settle()
+        self.end_pass()
         if len(self._owed) > 1:
             warnings.warn(
                 f"{len(self._owed)} forwards with gradients had no backward before reduce(); their "
@@ -284,14 +292,6 @@ class HookDriver:
             self._order.begin(Pass.BACKWARD)
             self._order.end(was_run=False)
         self._owed.clear()
-
-    def _settle(self) -> None:
-        """End the pass that is open, if any."""
-        self._running.clear()
-        if self._order_is_backward or self._tasks:
-            self._end_backward()
-        if self._order.kind is not None:
-            self._order.end(was_run=True)
 
     def _release_all(self) -> None:
         self._running.clear()
