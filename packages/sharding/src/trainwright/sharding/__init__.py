@@ -2,6 +2,7 @@
 
 from trainwright.sharding.data import (
     DataParallel,
+    GatherOrderWarning,
     Initializer,
     LifecycleError,
     Piece,
@@ -64,6 +65,7 @@ from trainwright.sharding.tensor import (
 __all__ = [
     "ColumnParallelLinear",
     "DataParallel",
+    "GatherOrderWarning",
     "GradientPiece",
     "Initializer",
     "LifecycleError",
