@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
-from trainwright.collectives import SingleCommunicator
-from trainwright.sharding.data import LifecycleError, ShardPolicy
+from trainwright.collectives import SingleCommunicator, Work
+from trainwright.collectives.works import DONE
+from trainwright.sharding.data import LifecycleError, ShardPolicy, by_class
 from trainwright.sharding.data.testing import wrap_on
 from trainwright.sharding.mesh import Mesh, MeshShape
 
@@ -19,23 +20,63 @@ REDUCTION_ORDER = ("c", "b", "a")  # one bucket each, last registered first
 values = st.sampled_from([-2.0, 0.5, 1.0, 3.0])
 
 
+class SilentPeer:
+    """Rank 0 of two, the other of which adds zeros and keeps the padding."""
+
+    rank, size, name, device = 0, 2, "silent", torch.device("cpu")
+
+    def all_reduce(self, tensor: torch.Tensor, op: object = None) -> Work:
+        return DONE
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        return DONE
+
+    def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        output.copy_(input[: output.numel()])
+        return DONE
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Work:
+        output[: input.numel()].copy_(input)
+        output[input.numel() :].zero_()
+        return DONE
+
+    def split(self, color: int | None, key: int = 0) -> SilentPeer:
+        return self
+
+
+class Held(nn.Module):
+    """One number, a unit of its own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.zeros((), dtype=dtype))
+
+
 class LifecycleMachine(RuleBasedStateMachine):
     """One rank's step; expected values are plain numbers, all exact in bfloat16."""
 
     @initialize(
         stage=st.sampled_from([0, 1, 2, 3]),
         dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+        alone=st.booleans(),
     )
-    def make(self, stage: int, dtype: torch.dtype) -> None:
-        self.model = nn.Module()
-        for name in NAMES:
-            self.model.register_parameter(name, nn.Parameter(torch.zeros((), dtype=dtype)))
-        mesh = Mesh(SingleCommunicator(), MeshShape())
-        self.parallel = wrap_on(mesh, self.model, ShardPolicy(stage=stage, bucket_bytes=1))
-        self.pieces = {name: piece.parameter for name, piece in self.parallel.pieces.items()}
+    def make(self, stage: int, dtype: torch.dtype, alone: bool) -> None:
+        self.model = nn.ModuleDict({name: Held(dtype) for name in NAMES})
+        world = SingleCommunicator() if alone else SilentPeer()
+        mesh = Mesh(world, MeshShape(dp=world.size))
+        policy = ShardPolicy(stage=stage, units=by_class(Held), bucket_bytes=1, alignment=1)
+        self.parallel = wrap_on(mesh, self.model, policy)
+        self.is_cut = stage == 3 and not alone
+        pieces = self.parallel.pieces
+        self.pieces = {name: pieces[f"{name}.value"].parameter for name in NAMES}
         self.optimizer = torch.optim.SGD(self.pieces.values(), lr=1.0)
         self.masters = dict.fromkeys(NAMES, 0.0)
         self.begin_step()
+
+    def weight(self, name: str) -> nn.Parameter:
+        held = self.model[name]
+        assert isinstance(held, Held)
+        return held.value
 
     def begin_step(self) -> None:
         self.phase = "accumulating"
@@ -62,7 +103,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), factor=values)
     def backward(self, name: str, factor: float) -> None:
-        loss = getattr(self.model, name) * factor
+        loss = self.weight(name) * factor
         if name in self.started:
             with pytest.raises(LifecycleError, match="arrived"):
                 loss.backward()
@@ -99,7 +140,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.phase == "accumulating" and not self.started)
     @rule(name=st.sampled_from(NAMES), value=values)
     def write_by_hand(self, name: str, value: float) -> None:
-        parameter = getattr(self.model, name)
+        parameter = self.weight(name)
         parameter.grad = torch.full_like(parameter, value)
         self.gradients[name] = value
 
@@ -141,8 +182,19 @@ class LifecycleMachine(RuleBasedStateMachine):
                 self.parallel.publish()
             return
         self.parallel.publish()
+        self.parallel.await_weights()
         for name in NAMES:
-            assert getattr(self.model, name).item() == self.masters[name]
+            assert self.weight(name).item() == self.masters[name]
+
+    @rule()
+    def release_and_gather(self) -> None:
+        versions = [self.weight(name)._version for name in NAMES]
+        self.parallel.release()
+        self.parallel.release()
+        assert all(bool(self.weight(name).isnan()) == self.is_cut for name in NAMES)
+        self.parallel.await_weights()
+        assert not any(bool(self.weight(name).isnan()) for name in NAMES)
+        assert versions == [self.weight(name)._version for name in NAMES]
 
     @invariant()
     def masters_are_what_was_stepped(self) -> None:
