@@ -174,7 +174,11 @@ class DataParallel:
         """
         if self._reducer.phase is not Phase.ACCUMULATING:
             return
-        self._driver.finish()
+        if self._reducer.waits_for_backwards:
+            # Others may wait for this rank's part of a reduction before they come to finish().
+            self._driver.reset()
+        else:
+            self._driver.finish()
         self._flat.check_intact()
         if self._first:
             self._flat.check_complete(self._module)

@@ -59,6 +59,11 @@ class Reducer:
         return self.phase is Phase.REDUCING
 
     @property
+    def waits_for_backwards(self) -> bool:
+        """Whether `start_all` takes part in what other ranks' backwards wait for."""
+        return False
+
+    @property
     def in_flight(self) -> bool:
         """Whether a reduction has started and was not waited for."""
         started = self.phase is Phase.ACCUMULATING and self._next > 0

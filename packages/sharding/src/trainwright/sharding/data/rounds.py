@@ -85,6 +85,11 @@ class BackwardRounds(Reducer):
         self._agree = agree
 
     @property
+    def waits_for_backwards(self) -> bool:
+        """Whether `start_all` takes part in what other ranks' backwards wait for."""
+        return True
+
+    @property
     def in_flight(self) -> bool:
         """Whether a reduction has started and was not waited for."""
         return self.phase is Phase.REDUCING or self._next > 0
