@@ -61,11 +61,11 @@ def types(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", EVERYTHING, ids=EVERYTHING)
 def readmes(session: nox.Session, package: str) -> None:
-    """Run the Python code of one README as written."""
+    """Run the Python code of one package's READMEs as written."""
     with Timer(session):
         prepare(session, *alone(package))
         folder = "integration" if package == "integration" else f"packages/{package}"
-        session.run("python", "-m", "tools.checks.readme", f"{folder}/README.md")
+        session.run("python", "-m", "tools.checks.readme", folder)
 
 
 @nox.session

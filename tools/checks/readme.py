@@ -1,7 +1,7 @@
-"""Run the Python code of a README, block after block, in one namespace.
+"""Run the Python code of READMEs, block after block, each in a namespace of its own.
 
-``python -m tools.checks.readme README.md`` fails where a block raises, and where a README of a
-package is longer than 80 lines.
+``python -m tools.checks.readme FOLDER`` runs every README.md in a package's folder; it fails where a
+block raises, and where a README is longer than 80 lines.
 """
 
 from __future__ import annotations
@@ -36,4 +36,4 @@ def main(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(max(main(path) for path in sorted(Path(sys.argv[1]).rglob("README.md"))))
