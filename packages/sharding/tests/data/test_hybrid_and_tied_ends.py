@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -47,6 +47,7 @@ def loss_of(model: nn.Module, place: int, number: int) -> torch.Tensor:
     return loss
 
 
+@settings(max_examples=8)
 @given(
     shape=st.sampled_from(
         [
