@@ -12,12 +12,24 @@ class UnitDriver(Protocol):
         """Forget forwards whose backward never came."""
         ...
 
-    def finish(self) -> None:
-        """End what is open, before gradients are reduced."""
+    def catch_up(self) -> None:
+        """End what is open and join what other ranks still run, before gradients are reduced."""
+        ...
+
+    def compare(self) -> None:
+        """Raise on every rank if they have run different passes."""
         ...
 
     def reset(self) -> None:
         """Leave what an exception broke off."""
+        ...
+
+    def end_pass(self) -> None:
+        """End what is open on this rank, before others gather or release units."""
+        ...
+
+    def relearn_order(self) -> None:
+        """Find out anew in which order ranks need units."""
         ...
 
 
@@ -27,8 +39,17 @@ class CallerDrives:
     def begin_step(self) -> None:
         """Nothing to forget."""
 
-    def finish(self) -> None:
+    def catch_up(self) -> None:
         """Nothing to end."""
+
+    def compare(self) -> None:
+        """Nothing to compare."""
+
+    def end_pass(self) -> None:
+        """Nothing to end."""
+
+    def relearn_order(self) -> None:
+        """No order to learn."""
 
     def reset(self) -> None:
         """Nothing to leave."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 
@@ -16,29 +15,11 @@ from trainwright.collectives import Communicator
 from trainwright.sharding.data.graph import copy_aliases, next_number, nodes_since, number_of
 from trainwright.sharding.data.order import GatherOrder, GatherOrderWarning
 from trainwright.sharding.data.pace import Pace
-from trainwright.sharding.data.passes import DrivenUnit, Pass
+from trainwright.sharding.data.passes import Call, DrivenUnit, Pass
 from trainwright.sharding.data.side_outputs import SideOutputs
 from trainwright.sharding.data.uses import Uses
 
 _OUTSIDE = -1
-
-
-@attrs.define(eq=False)
-class _Call:
-    """One run of a unit's forward.
-
-    Args:
-        index: The unit, or None for a root that is none.
-        start: What autograd made since belongs to it.
-        task: The backward that it is part of: for a forward the one that runs it again, for its
-            own backward that which runs it.
-        forward: The pass that it was part of.
-    """
-
-    index: int | None
-    start: int
-    task: int
-    forward: int | None
 
 
 class HookDriver:
@@ -78,8 +59,8 @@ class HookDriver:
         # Passes with gradients no backward of which was seen here.
         self._owed: set[int] = set()
         self._uses = Uses(units, self._order)
-        self._running: list[_Call] = []
-        self._active: list[_Call] = []
+        self._running: list[Call] = []
+        self._active: list[Call] = []
         self._tasks: list[int] = []
         is_unit = False
         for index, unit in enumerate(units):
@@ -105,8 +86,16 @@ class HookDriver:
         Communicates:
             The gathers of backwards that were left out, and one all-gather of 8 bytes.
         """
-        self._catch_up()
+        self.catch_up()
+        self.compare()
+
+    def catch_up(self) -> None:
+        """The first half of `finish`."""
+        self._join_others()
         self._release_all()
+
+    def compare(self) -> None:
+        """The second half of `finish`, which may come after the reductions."""
         self._pace.compare()
 
     def reset(self) -> None:
@@ -115,7 +104,7 @@ class HookDriver:
         Ranks that were not interrupted may have gathered more: this joins them, then releases all.
         """
         try:
-            self._catch_up()
+            self._join_others()
         finally:
             self._release_all()
             self._pace.forget()
@@ -150,7 +139,7 @@ class HookDriver:
         else:
             self._enter_backward(task)
         forward = self._num_forwards if self._order.kind is Pass.FORWARD else None
-        self._running.append(_Call(index, next_number(), task, forward))
+        self._running.append(Call(index, next_number(), task, forward))
         if index is not None:
             self._uses.take(index)
 
@@ -188,7 +177,7 @@ class HookDriver:
                 self._order.end(was_run=True)
         return None if result is output else result
 
-    def _before_node(self, call: _Call, number: int, gradients: Any) -> None:
+    def _before_node(self, call: Call, number: int, gradients: Any) -> None:
         """Runs before a node of a unit that others of the unit come after."""
         task = torch._C._current_graph_task_id()
         self._enter_backward(task)
@@ -259,13 +248,13 @@ class HookDriver:
     def _order_is_backward(self) -> bool:
         return self._order.kind is not None and self._order.kind.is_backward
 
-    def _finish_call(self, call: _Call) -> None:
+    def _finish_call(self, call: Call) -> None:
         self._active.remove(call)
         if call.index is not None:
             self._uses.let_go(call.index)
             self._uses.drop(call.index)
 
-    def _leave(self, index: int | None) -> _Call | None:
+    def _leave(self, index: int | None) -> Call | None:
         """Return the innermost run of this unit, and forget those in it that never ended."""
         place = len(self._running) - 1
         while place >= 0 and self._running[place].index != index:
@@ -279,7 +268,7 @@ class HookDriver:
         del self._running[place:]
         return call
 
-    def _catch_up(self) -> None:
+    def _join_others(self) -> None:
         self.end_pass()
         if len(self._owed) > 1:
             warnings.warn(

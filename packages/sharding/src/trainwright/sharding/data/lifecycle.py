@@ -104,6 +104,7 @@ class DataParallel:
         Communicates:
             Stage 3: one all-gather a bucket over the data axes, (N-1)/N of its weights' bytes.
         """
+        self._driver.end_pass()
         for unit in self._units.values():
             unit.gather()
 
@@ -115,8 +116,13 @@ class DataParallel:
 
     def release(self) -> None:
         """Give whole weights back at stage 3; parameters are NaN until gathered again."""
+        self._driver.end_pass()
         for unit in self._units.values():
             unit.release()
+
+    def relearn_order(self) -> None:
+        """Learn anew in which order units are gathered; on all ranks together, between steps."""
+        self._driver.relearn_order()
 
     def zero_grad(self, *, discard: bool = False) -> None:
         """Begin a step: forget all gradients.
@@ -174,17 +180,19 @@ class DataParallel:
         """
         if self._reducer.phase is not Phase.ACCUMULATING:
             return
-        if self._reducer.waits_for_backwards:
-            # Others may wait for this rank's part of a reduction before they come to finish().
-            self._driver.reset()
-        else:
-            self._driver.finish()
+        self._driver.catch_up()
+        # Where others may wait for this rank's part of a reduction they compare after it.
+        compares_later = self._reducer.waits_for_backwards
+        if not compares_later:
+            self._driver.compare()
         self._flat.check_intact()
         if self._first:
             self._flat.check_complete(self._module)
             self._first = False
         self._check()
         self._reducer.start_all()
+        if compares_later:
+            self._driver.compare()
 
     def wait(self) -> None:
         """Finish the reductions and set the ``grad`` of every piece.
@@ -236,6 +244,7 @@ class DataParallel:
             raise LifecycleError(
                 "load_masters() while gradients are being reduced; call wait() first"
             )
+        self._driver.end_pass()
         whole = [bucket for bucket in self._flat.all_buckets if bucket.weights.is_whole]
         for bucket in whole:
             for member in bucket.members:

@@ -114,6 +114,15 @@ class GatherOrder:
         """Say that the backward of this forward needs the unit."""
         self._needed_later.add(index)
 
+    def free(self, index: int) -> None:
+        """Release a unit, and tell it if no rank needs it again in this backward."""
+        unit = self._units[index]
+        unit.release()
+        if self.kind is not Pass.BACKWARD or self._lesson is not None or index in self._ahead:
+            return
+        if index not in self._sequence[self._next :]:
+            unit.end_backward()
+
     def stays(self, index: int) -> bool:
         """Whether a unit is gathered for longer than its use, on all ranks."""
         return index in self._kept and self._units[index].is_gathered
@@ -219,7 +228,7 @@ class GatherOrder:
         if self._does_keep(index):
             self._take(index)
         else:
-            self._units[index].release()
+            self.free(index)
 
     def _does_keep(self, index: int) -> bool:
         if not self._keeps or self.kind is None:

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Sequence
 from typing import Protocol
 
+import attrs
 from torch import nn
 
 
@@ -42,6 +43,10 @@ class DrivenUnit(Protocol):
 
     def release(self) -> None:
         """Free the weights."""
+        ...
+
+    def end_backward(self) -> None:
+        """Learn that on no rank the running backward computes with the weights any more."""
         ...
 
 
@@ -156,3 +161,21 @@ def insert_unused(
             result.insert(place, unit)
             place += 1
     return tuple(result)
+
+
+@attrs.define(eq=False)
+class Call:
+    """One run of a unit's forward.
+
+    Args:
+        index: The unit, or None for a root that is none.
+        start: What autograd made since belongs to it.
+        task: The backward that it is part of: for a forward the one that runs it again, for its
+            own backward that which runs it.
+        forward: The pass that it was part of.
+    """
+
+    index: int | None
+    start: int
+    task: int
+    forward: int | None

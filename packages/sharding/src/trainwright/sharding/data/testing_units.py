@@ -80,6 +80,9 @@ class CountingUnit:
             self._flat.copy_(self._arriving)
             self.is_gathered = True
 
+    def end_backward(self) -> None:
+        """Nothing is reduced."""
+
     def release(self) -> None:
         """Let the weights be NaN."""
         self.await_weights()

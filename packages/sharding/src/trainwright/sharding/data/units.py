@@ -76,7 +76,7 @@ def by_size(min_parameters: int) -> UnitRule:
 
 def runs(module: nn.Module) -> bool:
     """Return whether a module has a forward of its own, around which hooks can act."""
-    return type(module).forward is not nn.Module.forward
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def plan_units(

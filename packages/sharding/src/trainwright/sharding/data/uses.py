@@ -76,4 +76,4 @@ class Uses:
 
     def _release_unused(self, index: int) -> None:
         if self._count[index] == 0 and not self._order.stays(index):
-            self._units[index].release()
+            self._order.free(index)
