@@ -254,8 +254,9 @@ def assert_same_trajectory(config: RunConfig) -> None:
     """Check that loss and norm stay as close to the serial run as it stays to itself.
 
     The serial run is repeated with its batch in other parts: what that changes is what one
-    summation order is worth. In float64 the difference is at most 1e-10 besides; in float32 Adam
-    makes whole steps of rounding noise, and the serial run itself is further than 1e-5 from itself.
+    summation order is worth. In float64 the difference is at most 1e-10 besides, or twice what the
+    serial run is from itself where that alone is as much; in float32 Adam makes whole steps of
+    rounding noise, and the serial run itself is further than 1e-5 from itself.
     """
     shape = _shape(config)
     serial = serial_losses(config.dtype, shape, 1)
@@ -270,7 +271,7 @@ def assert_same_trajectory(config: RunConfig) -> None:
         apart = _apart(found[index], serial[index])
         bound = max(20 * itself, TRAJECTORY_FLOOR[config.dtype])
         if config.dtype == "float64":
-            bound = min(bound, TRAJECTORY_TOLERANCE)
+            bound = min(bound, max(TRAJECTORY_TOLERANCE, 2 * itself))
         print(f"{config.layout} {config.dtype} {what}: {apart:.1e}, serial itself {itself:.1e}")
         assert apart <= bound, (what, apart, itself)
 
