@@ -1,7 +1,7 @@
 """Run the Python code of READMEs, block after block, each in a namespace of its own.
 
-``python -m tools.checks.readme FOLDER`` runs every README.md in a package's folder; it fails where a
-block raises, and where a README is longer than 80 lines.
+``python -m tools.checks.readme FOLDER`` runs every README.md in a package's folder; it fails where
+a block raises, and where a README is longer than 80 lines.
 """
 
 from __future__ import annotations

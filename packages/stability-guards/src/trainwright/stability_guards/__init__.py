@@ -22,6 +22,7 @@ from trainwright.stability_guards.errors import (
     NonFiniteGradientError,
     NotAvailableError,
 )
+from trainwright.stability_guards.fused_clipping import clipping_in_step
 from trainwright.stability_guards.guards import (
     LocalVerdictGuard,
     NonFiniteGuard,
@@ -71,6 +72,7 @@ __all__ = [
     "clip_",
     "clip_coefficient",
     "clip_grad_norm_",
+    "clipping_in_step",
     "constant",
     "decay_groups",
     "decay_table",
