@@ -19,10 +19,12 @@ from trainwright.pipeline_schedules import (
     gpipe,
     lower,
     one_f_one_b,
+    peak_live,
     sequential,
     weight_traffic,
 )
 from trainwright.pipeline_schedules.execute import PipelineError, PipelineExecutor, WeightKeeper
+from trainwright.pipeline_schedules.execute.program import forward_schedule
 from trainwright.pipeline_schedules.execute.testing import serial_step
 from trainwright.pipeline_schedules.testing import from_text, weight_plans
 
@@ -313,6 +315,15 @@ def test_an_evaluation_keeps_no_more_chunks_than_the_step() -> None:
         live.clear()
         executor.evaluate(inputs, 4)
         assert max(live) <= max(keep, 1)
+
+
+def test_an_evaluation_keeps_as_many_chunks_as_its_own_rank_does_in_the_step() -> None:
+    step = lower(from_text("0F0 1F0 1B0 0B0\n2F0 2B0", [0, 0, 1], 1), WeightPlan())
+
+    evaluations = [forward_schedule(step, rank, 4) for rank in range(2)]
+
+    live = [peak_live(schedule)[rank] for rank, schedule in enumerate(evaluations)]
+    assert live == peak_live(step).tolist() == [2, 1]
 
 
 def test_a_forward_only_schedule_gathers_and_releases() -> None:

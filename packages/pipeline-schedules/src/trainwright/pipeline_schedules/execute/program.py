@@ -164,8 +164,8 @@ def forward_schedule(schedule: Schedule, rank: int, num_microbatches: int) -> Sc
     rounds = -(-num_microbatches // width)
     microbatches = np.arange(rounds * width).reshape(rounds, 1, width)
     actions: list[Rows] = []
-    for rank in range(width):
-        stages = np.array(schedule.stages_of(rank), dtype=np.int64).reshape(1, -1, 1)
+    for owner in range(width):
+        stages = np.array(schedule.stages_of(owner), dtype=np.int64).reshape(1, -1, 1)
         columns = np.broadcast_arrays(int(Kind.F), stages, microbatches)
         rows = np.stack(columns, axis=-1).reshape(-1, 3)
         actions.append(rows[rows[:, 2] < num_microbatches].astype(np.int32))
