@@ -77,11 +77,6 @@ class DataAxes:
         return tuple("dp_shard" if axis == "dp" else axis for axis in key.data_axes)
 
 
-def data_communicator(mesh: Mesh, key: GroupKey) -> Communicator:
-    """Return what joins the ranks that a group's buckets are cut for from stage 1 on."""
-    return DataAxes(mesh, stage=1).data(key)
-
-
 def _joined(axis: str) -> str:
     # Stages in between hold nothing of a weight that is tied over the ends.
     return _ENDS if axis == "pp" else axis

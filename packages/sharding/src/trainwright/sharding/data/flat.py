@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from trainwright.sharding.data.axes import DataAxes
-from trainwright.sharding.data.axes import data_communicator as data_communicator
 from trainwright.sharding.data.buckets import Bucket, KeptPiece
 from trainwright.sharding.data.gradients import FlatGradients
 from trainwright.sharding.data.layout import BucketLayout, GroupKey, ParameterRange
