@@ -25,6 +25,8 @@ PASSED, FAILED, HUNG = 0, 1, 124
 
 def main(names: list[str]) -> int:
     """Plant every fault, or those named; return the exit code."""
+    if unknown := set(names) - {fault.name for fault in FAULTS}:
+        sys.exit(f"no fault is named {', '.join(map(repr, sorted(unknown)))}; see tools/mutants")
     chosen = [fault for fault in FAULTS if not names or fault.name in names]
     missed = []
     for fault in chosen:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tools.mutants.faults import EXECUTE, IN_3D, ONE_STEP, TRAJECTORY, Fault
+from tools.mutants.faults import EXECUTE, IN_3D, IN_DATA, ONE_STEP, TRAJECTORY, Fault
 
 DATA = "packages/sharding/src/trainwright/sharding/data"
 
-IN_DATA = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp3-pp2")
 CUT_GRADIENTS = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp2-pp3")
 HYBRID = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp_shard2")
 BY_HOOKS = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp2-pp2")
