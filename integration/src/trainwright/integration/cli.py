@@ -46,7 +46,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit code: 0, 1 for a failed run, 2 for wrong input."""
+    """Run the tool; returns the exit code.
+
+    0, 1 for a failed run, 2 for wrong input, 128 + its number for the signal that stopped it.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         # Generated text may hold characters that the terminal has not.

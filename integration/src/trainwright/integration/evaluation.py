@@ -17,7 +17,8 @@ def evaluate(parts: Parts, tokens_NS: torch.Tensor, labels_NS: torch.Tensor) -> 
         tokens_NS: int64, the same sequences on every rank; data ranks take turns.
         labels_NS: int64, shifted; -100 does not count.
 
-    Communicates: boundary tensors, then one float64 all-reduce of two elements over the world.
+    Communicates: boundary tensors, at stage 3 the weights as they are gathered, then one float64
+    all-reduce of two elements over the world.
     """
     ranks = parts.mesh.size("dp")
     rank = parts.mesh.coordinate("dp")

@@ -1,4 +1,4 @@
-"""Text from the model as it stands, in any layout, without gathering the weights."""
+"""Text from the model as it stands, in any layout."""
 
 # Shapes: S sequence, D model, V vocabulary.
 
@@ -24,7 +24,8 @@ def generate(
     layout. The context is the last ``sequence_length`` bytes; there is no cache.
 
     Communicates: for each byte the boundary tensors of one sequence, an all-gather of one
-    position's logits over tp, and a broadcast of one token over pp. Data ranks work alike.
+    position's logits over tp, and a broadcast of one token over pp. Data ranks work alike. Stage 3:
+    the weights of this pipeline stage are gathered once, or unit by unit for each byte.
     """
     context = list(prompt)
     device = parts.mesh.world.device
