@@ -128,7 +128,8 @@ class DataParallel:
         """Begin a step: forget all gradients.
 
         Args:
-            discard: Allow gradients to be dropped that were accumulated but never reduced.
+            discard: Allow gradients to be dropped that were accumulated but never reduced; at
+                stage 3 under hooks on all ranks alike, which join each other's passes here.
 
         Raises:
             LifecycleError: A reduction is in flight, or gradients would be lost.
@@ -170,13 +171,15 @@ class DataParallel:
 
         Raises:
             LifecycleError: A parameter was replaced, moved, frozen, unfrozen or added; with
-                ``missing_gradients="error"`` also, on every rank, where one has no gradient.
+                ``missing_gradients="error"`` also, on every rank, where one has no gradient; at
+                stage 3 under hooks also, on every rank, where they ran different passes.
 
         Communicates:
             One all-reduce a bucket (stage 0: 2 (N-1)/N of its bytes a rank), or one reduce-scatter
             (from stage 1 on: (N-1)/N), over the data axes of its group. With
             ``missing_gradients="error"`` or ``reduce_each_backward`` under hooks also one
-            all-reduce of 8 bytes, whose result the host reads.
+            all-reduce of 8 bytes, whose result the host reads. At stage 3 under hooks also the
+            gathers of backwards that only others ran, and one all-gather of 8 bytes.
         """
         if self._reducer.phase is not Phase.ACCUMULATING:
             return

@@ -61,7 +61,9 @@ def data_parallel(
 
     Communicates:
         With ``policy.broadcast_weights`` each weight once along each axis where it is replicated.
-        Stage 3: one split a distinct set of data axes, for the gathers.
+        Stage 3: one split a distinct set of data axes, for the gathers. One split of the ranks of
+        a pipeline stage for hooks at stage 3, and one more for ``missing_gradients="error"``, or
+        ``reduce_each_backward`` under hooks.
     """
     policy = ShardPolicy() if policy is None else policy
     parameters = collect_parameters(model, mesh, policy, placements)

@@ -30,7 +30,8 @@ class Mesh:
         ShardingError: The sizes do not multiply to ``world.size``.
 
     Communicates:
-        One ``world.split`` for each distinct grouping, in the same order on every rank.
+        One ``world.split`` for each distinct grouping, and one for the ends of a pipeline, in the
+        same order on every rank.
     """
 
     def __init__(self, world: Communicator, shape: MeshShape) -> None:
