@@ -180,9 +180,15 @@ class _WritesIntoInput(Pair):
 
 
 class _Autocast(Pair):
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__(run)
+        self.float()  # float64 is left as it is
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(hidden)
+            output = super().forward(hidden.float())
+        assert output.dtype == torch.bfloat16
+        return output
 
 
 def train_alike(
