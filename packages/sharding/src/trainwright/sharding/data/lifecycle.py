@@ -10,7 +10,7 @@ from torch import nn
 
 from trainwright.sharding.data.build import FlatModel
 from trainwright.sharding.data.driving import UnitDriver
-from trainwright.sharding.data.errors import LifecycleError
+from trainwright.sharding.data.errors import LifecycleError, first_few
 from trainwright.sharding.data.layout import GroupLayout
 from trainwright.sharding.data.piece import Piece
 from trainwright.sharding.data.reducer import Phase, Reducer
@@ -271,7 +271,7 @@ class DataParallel:
         changed = [m.name for m in self._copies if m.parameter._version != m.version]
         if changed:
             raise LifecycleError(
-                f"the weights of {_shorten(changed)} were changed in place, which publish() would "
+                f"the weights of {first_few(changed)} were changed in place, which publish() would "
                 "undo; after loading or editing weights call load_masters(), and build the "
                 "optimizer on pieces, not on the module's parameters"
             )
@@ -279,8 +279,3 @@ class DataParallel:
     @property
     def _has_unreduced(self) -> bool:
         return self._reducer.phase is Phase.ACCUMULATING and self._reducer.touched
-
-
-def _shorten(names: list[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trainwright.sharding.data.errors import first_few
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.data.selection import KnownParameters, Member, Rule
 from trainwright.sharding.data.whole_matrices import WholeMatrices
@@ -202,22 +203,17 @@ def _check_members(parallel: DataParallel, optimizers: tuple[torch.optim.Optimiz
                     originals.append(ours[id(tensor)][0])
     if originals:
         raise ShardingError(
-            f"an optimizer was built on {_shorten(originals)} of the module, which it would "
+            f"an optimizer was built on {first_few(originals)} of the module, which it would "
             "update in vain: build it on parameter_groups(parallel, groups), or on the pieces' "
             "parameters"
         )
     missed = [name for name in parallel.pieces if name not in held]
     if missed:
         raise ShardingError(
-            f"no optimizer holds the piece of {_shorten(missed)}; add it to a group, or freeze "
+            f"no optimizer holds the piece of {first_few(missed)}; add it to a group, or freeze "
             "the parameter (requires_grad_(False)) before data_parallel()"
         )
 
 
 def _named(parallel: DataParallel) -> Iterable[tuple[str, torch.nn.Parameter]]:
     return parallel.module.named_parameters()
-
-
-def _shorten(names: list[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

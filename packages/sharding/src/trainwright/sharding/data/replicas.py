@@ -9,6 +9,7 @@ import torch
 
 from trainwright.collectives import Communicator
 from trainwright.sharding.data.agreement import agree
+from trainwright.sharding.data.errors import first_few
 from trainwright.sharding.data.held import HeldTensor, held_tensors, named_tensors
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.errors import ReplicaMismatchError
@@ -94,7 +95,7 @@ def _weights(parallel: DataParallel, held: Mapping[str, HeldTensor]) -> Iterator
             if weights.is_cut and weights.separate_masters:
                 axes = [held[name].spec.replicated for name in names if name in held]
                 kept = weights.kept if axes else None
-                yield _Item(f"the weights of {_listed(names)}", kept, axes[0] if axes else ())
+                yield _Item(f"the weights of {first_few(names)}", kept, axes[0] if axes else ())
             elif not weights.is_cut and weights.full is not weights.masters:
                 for member in bucket.members:
                     everywhere = keys[member.name].replicated_axes
@@ -130,8 +131,3 @@ def _fixed_places(mesh: Mesh, rank: int, axes: Sequence[str]) -> list[int]:
     view = EXPERT_AXES if repeated & set(EXPERT_AXES[1:]) else HYBRID_AXES
     places = mesh.shape.places(rank)
     return [places[axis] for axis in view if axis not in repeated]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
