@@ -295,6 +295,8 @@ def test_a_wrap_policy_with_settings_for_some_modules_is_refused_when_it_is_aske
         (("FULL_SHARD",), {"reshard_after_forward": False}, "give one of them"),
         ((), {"backward_prefetch": "BEFORE"}, "must be BACKWARD_PRE"),
         ((), {"sync_module_states": 1}, "sync_module_states must be true or false"),
+        ((), {"mp_policy": torch.bfloat16}, "mp_policy must be a MixedPrecision or .*bfloat16"),
+        ((), {"mesh": 8}, "mesh must be a DeviceMesh, got 8"),
     ],
 )
 def test_settings_of_fsdp_that_make_no_sense_are_refused(

@@ -114,6 +114,7 @@ def _reshard_after_forward(draft: Draft, key: str, value: Any) -> None:
 def _mixed_precision(draft: Draft, key: str, value: Any) -> None:
     if value is None:
         return
+    _check_has(("param_dtype", "reduce_dtype"), "MixedPrecision or MixedPrecisionPolicy", key, value)
     if getattr(value, "keep_low_precision_grads", False):
         raise NotAvailableError(f"{key}: keep_low_precision_grads; pieces' gradients are float32")
     if getattr(value, "output_dtype", None) is not None:
@@ -216,6 +217,7 @@ _WRAP_POLICIES: dict[str, Callable[[Any, dict[str, Any]], UnitRule]] = {
 def _device_mesh(draft: Draft, key: str, value: Any) -> None:
     if value is None:
         return
+    _check_has(("shape",), "DeviceMesh", key, value)
     shape = tuple(value.shape)
     if len(shape) == 2:
         draft.mesh_changes["dp_shard"] = int(shape[1])
@@ -237,6 +239,11 @@ def _forward_prefetch(draft: Draft, key: str, value: Any) -> None:
     if to_bool(key, value):
         draft.fields["live_units"] = max(2, draft.fields.get("live_units", 2))
     draft.notes.append(f"{key}={value}: live_units bounds forward and backward alike")
+
+
+def _check_has(attributes: Collection[str], kind: str, key: str, value: object) -> None:
+    if not all(hasattr(value, attribute) for attribute in attributes):
+        raise ShardingError(f"{key} must be a {kind}, got {shown(value)}")
 
 
 def _name_of(value: object) -> str:
