@@ -114,7 +114,9 @@ def _reshard_after_forward(draft: Draft, key: str, value: Any) -> None:
 def _mixed_precision(draft: Draft, key: str, value: Any) -> None:
     if value is None:
         return
-    _check_has(("param_dtype", "reduce_dtype"), "MixedPrecision or MixedPrecisionPolicy", key, value)
+    _check_has(
+        ("param_dtype", "reduce_dtype"), "MixedPrecision or MixedPrecisionPolicy", key, value
+    )
     if getattr(value, "keep_low_precision_grads", False):
         raise NotAvailableError(f"{key}: keep_low_precision_grads; pieces' gradients are float32")
     if getattr(value, "output_dtype", None) is not None:
