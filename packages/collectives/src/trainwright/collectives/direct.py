@@ -63,12 +63,18 @@ def _plan_reduce(call: Call, rank: int, size: int, scratch: Scratch) -> Plan:
 
 def _plan_reduce_scatter(call: Call, rank: int, size: int, scratch: Scratch) -> Plan:
     rows = _rows(call.input, size)
-    came = scratch.take((size - 1, rows.shape[1]), rows)
+    output = _flat(call.output)
+    # An output of its own is as good as scratch for what one of the peers sends.
+    came = [] if _overlap(output, rows) else [output]
+    buffers = None
+    if len(came) < size - 1:
+        buffers = scratch.take((size - 1 - len(came), rows.shape[1]), rows)
+        came.extend(buffers.unbind(0))
     return Plan(
         receives=_received(came, rank, size),
         sends=[(peer, rows[peer]) for peer in _after(rank, size)],
-        finish=partial(_combine_rows, call, _flat(call.output), came, rows[rank], rank),
-        scratch=came,
+        finish=partial(_combine_rows, call, output, came, rows[rank], rank),
+        scratch=buffers,
     )
 
 
@@ -172,8 +178,8 @@ def _combine_whole(
     made = Plan(sends=[(peer, data) for peer in _after(rank, size) if peer in receivers])
     if rank in receivers:
         came = made.scratch = scratch.take((size - 1, data.numel()), data)
-        made.receives = _received(came, rank, size)
-        made.finish = partial(_combine_rows, call, data, came, data, rank)
+        made.receives = _received(came.unbind(0), rank, size)
+        made.finish = partial(_combine_rows, call, data, came.unbind(0), data, rank)
     return made
 
 
@@ -187,7 +193,8 @@ def _combine_by_chunks(
 ) -> Plan:
     chunks = data.tensor_split(size)
     own = chunks[rank]
-    came = scratch.take((size - 1, own.numel()), own)
+    buffers = scratch.take((size - 1, own.numel()), own)
+    came = buffers.unbind(0)
     is_receiver = rank in receivers
     result = own if is_receiver else torch.empty_like(own)
 
@@ -202,21 +209,21 @@ def _combine_by_chunks(
         sends=[(peer, chunks[peer]) for peer in _after(rank, size)],
         late_receives=[(peer, chunks[peer]) for peer in _before(rank, size) if is_receiver],
         between=between,
-        scratch=came,
+        scratch=buffers,
     )
 
 
-def _received(came: torch.Tensor, rank: int, size: int) -> list[Part]:
+def _received(came: Sequence[torch.Tensor], rank: int, size: int) -> list[Part]:
     """Pair the peers with rows; there is none for ``rank`` itself."""
     return [(peer, came[peer - (peer > rank)]) for peer in _before(rank, size)]
 
 
 def _combine_rows(
-    call: Call, output: torch.Tensor, came: torch.Tensor, own: torch.Tensor, rank: int
+    call: Call, output: torch.Tensor, came: Sequence[torch.Tensor], own: torch.Tensor, rank: int
 ) -> None:
     assert call.op is not None
     assert call.reduce_dtype is not None
-    parts = list(came.unbind(0))
+    parts = list(came)
     parts.insert(rank, own)
     combine([output], parts, call.op, call.reduce_dtype)
 
@@ -229,6 +236,11 @@ def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
 def _rows(tensor: torch.Tensor | None, size: int) -> torch.Tensor:
     assert tensor is not None
     return tensor.view(size, tensor.numel() // size)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

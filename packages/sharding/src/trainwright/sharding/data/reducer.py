@@ -12,7 +12,7 @@ from trainwright.sharding.data.buckets import Bucket
 from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.members import Member
 
-_UNDER_WAY = 2
+_UNDER_WAY = 1
 """Reductions that stay under way while a backward goes on."""
 
 
