@@ -11,7 +11,7 @@ from tools.bench.data_parallel.gpt import Batch, Block, build_model, mean_loss
 from trainwright.collectives import Communicator
 from trainwright.sharding import Mesh, MeshShape, ShardPolicy, data_parallel, one_norm
 from trainwright.sharding.data.units import by_class
-from trainwright.stability_guards import clipping_in_step
+from trainwright.stability_guards import clip_
 
 
 def stage(number: int) -> Build:
@@ -31,9 +31,7 @@ class _Staged:
         self._mesh = Mesh(world, MeshShape(dp=world.size))
         self._parallel = data_parallel(build_model(recipe.shape), self._mesh, policy)
         self._pieces = list(self._parallel.pieces.values())
-        # Clipping happens in the step, which is fused for plain SGD as well.
-        settings = {**recipe.settings, "fused": True}
-        self._optimizer = recipe.optimizer([p.parameter for p in self._pieces], **settings)
+        self._optimizer = recipe.make_optimizer([piece.parameter for piece in self._pieces])
 
     def step(self, batch: Batch, max_norm: float) -> Iterator[str]:
         parallel = self._parallel
@@ -50,8 +48,10 @@ class _Staged:
         yield "wait"
         totals = one_norm(self._mesh, self._pieces, loss_sum=loss.detach())
         yield "norm"
-        with clipping_in_step(self._optimizer, totals.norm, max_norm):
-            self._optimizer.step()
+        gradients = [g for piece in self._pieces if (g := piece.parameter.grad) is not None]
+        clip_(gradients, totals.norm, max_norm)
+        yield "clip"
+        self._optimizer.step()
         yield "optimizer"
         parallel.publish()
         yield "publish"

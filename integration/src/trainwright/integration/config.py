@@ -71,8 +71,7 @@ class RunConfig:
             pipeline stage for the ``step`` or for each ``action``; ``auto`` is unit without a
             pipeline and step in one.
         reduce: whether gradients are added over data ranks once a ``step``, or after each
-            ``microbatch``, so that stages 2 and 3 keep a part of them only (but where the schedule
-            gathers: there the last ones sent stay whole).
+            ``microbatch``, so that stages 2 and 3 keep a part of them only.
         schedule: pipeline schedule.
         recompute: ``none``, ``full`` or ``every-K`` layers.
         save_every: steps between checkpoints; 0 saves at the end only.

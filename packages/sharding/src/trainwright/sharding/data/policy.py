@@ -46,9 +46,8 @@ class ShardPolicy:
         live_units: Stage 3: most units whose weights are whole at once because they are computed
             or gathered ahead; units that enclose them come on top.
         reduce_each_backward: Stages 2 and 3: reduce after every backward into the range that a
-            rank keeps, for a reduction a backward. Between backwards gradients then take 1/N;
-            with ``hooks=False`` 1 + 1/N, since a round under way keeps what it sends until the
-            next gradient or `DataParallel.wait`. False reduces once a step.
+            rank keeps, for a reduction a backward. Between backwards gradients then take 1/N.
+            False reduces once a step.
 
     Raises:
         ShardingError: A value is out of range, or two contradict each other.

@@ -42,10 +42,15 @@ class DrivenRounds(Reducer):
         self._is_behind = False
 
     def start_all(self) -> None:
-        """Start one round; later gradients belong to the next."""
+        """Reduce what came since the last round; later gradients belong to the next.
+
+        It waits for the other ranks, which run the same schedule.
+        """
         for bucket in self._buckets[self._next :]:
             bucket.start_reduction()
         for bucket in self._buckets:
+            # Memory is what rounds are for: it is given back before the caller goes on.
+            bucket.sums.collect()
             bucket.reopen()
         self._next = 0
         self._collected = 0
