@@ -51,6 +51,7 @@ SAMPLE = [
     ("dp=2", {"microbatches": 4, "schedule": "sequential", "zero": 1}),
     ("tp=8", {"microbatches": 1}),
 ]
+ROUNDED = [SAMPLE[0], SAMPLE[1], SAMPLE[5]]
 VARIANTS: list[dict[str, object]] = [
     {"microbatches": 1},
     {"microbatches": 3, "zero": 1},
@@ -205,7 +206,7 @@ def test_one_float32_step_in_every_layout_is_the_serial_step(
     assert_same_steps(settings(layout=layout, dtype="float32", **variant))
 
 
-@pytest.mark.parametrize(("layout", "variant"), SAMPLE[:3], ids=[_name(s[0]) for s in SAMPLE[:3]])
+@pytest.mark.parametrize(("layout", "variant"), ROUNDED, ids=[_name(s[0]) for s in ROUNDED])
 def test_a_bfloat16_step_in_a_layout_is_the_float32_step_but_for_rounding(
     layout: str, variant: dict[str, object]
 ) -> None:

@@ -354,6 +354,8 @@ def test_units_that_nobody_used_come_where_they_usually_do() -> None:
     assert insert_unused([0, 1, 3], forward, {2, 4}) == (0, 1, 2, 3, 4)
     assert insert_unused([0, 1, 2], backward, {3, 4}) == (0, 4, 1, 3, 2)
     assert insert_unused([3], backward, {0}) == (0, 3)
+    # The root's output is that of unit 4, whose backward is announced first.
+    assert insert_unused([4, 0, 2], backward, {1, 3}) == (4, 0, 1, 3, 2)
 
 
 def test_submodules_may_be_called_without_the_root() -> None:

@@ -143,6 +143,15 @@ def test_a_unit_that_never_runs_itself_is_refused_where_hooks_would_gather_it() 
     assert "blocks" in data_parallel(Model(), mesh, policy, hooks=False).units
 
 
+def test_the_output_layer_of_an_attention_is_no_unit_for_nobody_runs_it() -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16)
+    mesh = Mesh(SingleCommunicator(), MeshShape())
+
+    assert "self_attn.out_proj" not in names(plan_units(model, by_size(8)))
+    with pytest.raises(ShardingError, match=r"chose self_attn.out_proj, .* choose modules .*around"):
+        data_parallel(model, mesh, ShardPolicy(stage=3, units=by_class(nn.Linear)))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_layout_says_the_unit_of_each_group_and_no_bucket_crosses_it(stage: int) -> None:
     mesh = Mesh(SingleCommunicator(), MeshShape())

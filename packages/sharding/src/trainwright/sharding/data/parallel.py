@@ -133,7 +133,7 @@ def _check_units_run(model: nn.Module, policy: ShardPolicy) -> None:
         if policy.units is not None and name and policy.units(name, module) and not runs(module):
             raise ShardingError(
                 f"units chose {name}, a {type(module).__name__}, which never runs itself, so that "
-                "no hook could gather its weights; choose the modules inside of it"
+                "no hook could gather its weights; choose modules inside or around it"
             )
 
 

@@ -156,7 +156,8 @@ def insert_unused(
     place = 0
     for unit in usual:
         if unit in result:
-            place = result.index(unit) + 1
+            # Where both begin at one node, an inner unit comes before the one around it.
+            place = max(place, result.index(unit) + 1)
         elif unit in unused:
             result.insert(place, unit)
             place += 1

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 import attrs
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 UnitRule = Callable[[str, nn.Module], bool]
 """Says of a module, given its name in the model, whether it is a unit."""
@@ -56,7 +57,8 @@ def by_size(min_parameters: int) -> UnitRule:
     """Return a rule that chooses the innermost modules that hold enough parameters.
 
     A module's own count leaves out what modules chosen inside it hold. Containers that never run
-    themselves (``nn.ModuleList``, ``nn.ModuleDict``) are never chosen.
+    themselves (``nn.ModuleList``, ``nn.ModuleDict``) are never chosen, nor is the output layer of
+    ``nn.MultiheadAttention``, which reads its weight without running it.
 
     Args:
         min_parameters: Elements a unit has at least; what is left over belongs to an outer unit.
@@ -76,6 +78,9 @@ def by_size(min_parameters: int) -> UnitRule:
 
 def runs(module: nn.Module) -> bool:
     """Return whether a module has a forward of its own, around which hooks can act."""
+    # nn.MultiheadAttention reads the weight of its output layer, which is of this class, itself.
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return False
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
