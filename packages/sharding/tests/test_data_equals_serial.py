@@ -62,7 +62,7 @@ class Case:
     each_backward: bool = False
     hooks: bool = False
     keep_gathered: bool = False
-    num_steps: int = 3
+    num_steps: int = 10
 
     @property
     def policy(self) -> ShardPolicy:
@@ -222,8 +222,9 @@ def check_against_serial(case: Case, tolerances: list[float]) -> None:
 
 @given(case=cases)
 def test_every_stage_computes_what_one_process_computes(case: Case) -> None:
-    # A sum of at most 24 terms in another order, through three steps of a smooth model.
-    relative = 1e-12 if case.plan.dtype == torch.float64 else 2e-5
+    # A sum of at most 24 terms in another order, through ten steps of a smooth model: each step
+    # adds its own rounding and passes on that of the steps before.
+    relative = 1e-11 if case.plan.dtype == torch.float64 else 1e-4
 
     check_against_serial(case, [relative] * case.num_steps)
 

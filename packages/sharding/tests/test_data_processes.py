@@ -21,7 +21,7 @@ from trainwright.sharding.mesh import Mesh, MeshShape
 PLAN = NetworkPlan(hidden=7, depth=2, tied=False, frozen=True, scalar=True)
 PLAIN = attrs.evolve(PLAN, frozen=False, scalar=False)
 """FSDP2 takes no 0-d parameters."""
-NUM_STEPS = 3
+NUM_STEPS = 10
 NUM_MICROBATCHES = 2
 
 
