@@ -148,7 +148,9 @@ def test_the_output_layer_of_an_attention_is_no_unit_for_nobody_runs_it() -> Non
     mesh = Mesh(SingleCommunicator(), MeshShape())
 
     assert "self_attn.out_proj" not in names(plan_units(model, by_size(8)))
-    with pytest.raises(ShardingError, match=r"chose self_attn.out_proj, .* choose modules .*around"):
+    with pytest.raises(
+        ShardingError, match=r"chose self_attn.out_proj, .* choose modules .*around"
+    ):
         data_parallel(model, mesh, ShardPolicy(stage=3, units=by_class(nn.Linear)))
 
 
