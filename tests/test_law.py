@@ -47,7 +47,16 @@ SAMPLE = [
         "dp=4,dp_shard=2,pp=2",
         {"microbatches": 3, "zero": 3, "reduce": "microbatch", "model": "tiny-tied"},
     ),
-    ("dp=2,pp=2", {"microbatches": 3, "zero": 3, "gather": "unit", "model": "tiny-tied"}),
+    (
+        "dp=2,pp=2",
+        {
+            "microbatches": 3,
+            "zero": 3,
+            "gather": "unit",
+            "reduce": "microbatch",
+            "model": "tiny-tied",
+        },
+    ),
     ("dp=2", {"microbatches": 4, "schedule": "sequential", "zero": 1}),
     ("tp=8", {"microbatches": 1}),
 ]
@@ -55,7 +64,13 @@ ROUNDED = [SAMPLE[0], SAMPLE[1], SAMPLE[5]]
 VARIANTS: list[dict[str, object]] = [
     {"microbatches": 1},
     {"microbatches": 3, "zero": 1},
-    {"microbatches": 2, "schedule": "gpipe", "recompute": "full", "zero": 2},
+    {
+        "microbatches": 2,
+        "schedule": "gpipe",
+        "recompute": "full",
+        "zero": 2,
+        "reduce": "microbatch",
+    },
     {
         "microbatches": 4,
         "schedule": "sequential",

@@ -191,7 +191,7 @@ def shard_model(
             broadcast_weights=False,
         ),
         placements,
-        hooks=not gathers_stages(config),
+        hooks=config.zero == 3 and not gathers_stages(config),
         initialize=initializer(placements, shape, config.seed),
     )
 
@@ -229,7 +229,8 @@ def build_executor(
     plan = WeightPlan(
         stages=None if by_schedule else (),
         keep=0 if config.gather == "action" else None,
-        reduce_each_backward=config.reduce == "microbatch",
+        # Where hooks gather they also end each backward with its reductions.
+        reduce_each_backward=config.reduce == "microbatch" and (by_schedule or config.zero < 3),
     )
     return PipelineExecutor(
         lower(SCHEDULES[config.schedule](config.mesh.pp, config.microbatches), plan),
