@@ -129,12 +129,13 @@ class DataParallel:
 
         Args:
             discard: Allow gradients to be dropped that were accumulated but never reduced; at
-                stage 3 under hooks on all ranks alike, which join each other's passes here.
+                stage 3 and with ``reduce_each_backward``, both under hooks, on all ranks alike,
+                which join each other's passes and reductions here.
 
         Raises:
             LifecycleError: A reduction is in flight, or gradients would be lost.
         """
-        if self._reducer.in_flight:
+        if self._reducer.in_flight and not (discard and self._reducer.waits_for_backwards):
             raise LifecycleError(
                 "zero_grad() while gradients are being reduced; call reduce() and wait() first"
             )
@@ -143,8 +144,10 @@ class DataParallel:
                 "zero_grad() would drop gradients that were accumulated but not reduced; call "
                 "reduce() and wait() after the last backward, or zero_grad(discard=True)"
             )
+        self._reducer.disarm()
         if discard:
             self._driver.reset()
+            self._reducer.join_others()
         else:
             self._driver.begin_step()
         self._reducer.begin()

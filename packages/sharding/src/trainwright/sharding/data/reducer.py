@@ -85,6 +85,13 @@ class Reducer:
         if not self._is_counting:
             self._count()
 
+    def disarm(self) -> None:
+        """Start nothing more before `start_all`: the step is given up."""
+        self._is_counting = False
+
+    def join_others(self) -> None:
+        """Take part in what other ranks' backwards wait for, before the step is given up."""
+
     def complete(self, buckets: Sequence[Bucket]) -> None:
         """Let buckets start as soon as those before them have."""
         if self.phase is Phase.ACCUMULATING:

@@ -103,6 +103,11 @@ class BackwardRounds(Reducer):
         """Every backward is counted; only check that one may come."""
         self.check_accumulating("last_backward()")
 
+    def join_others(self) -> None:
+        """Take part in what other ranks' backwards wait for, before the step is given up."""
+        if self.phase is Phase.ACCUMULATING:
+            self.start_all()
+
     def on_gradient(self, bucket: Bucket, member: Member, parameter: torch.Tensor) -> None:
         """Runs after autograd added to ``parameter.grad``."""
         if not self._is_counting and self.phase is Phase.ACCUMULATING:
@@ -121,8 +126,9 @@ class BackwardRounds(Reducer):
 
     def start_all(self) -> None:
         """Join the rounds of ranks that still run backwards, until none does."""
-        if any(m.parameter.grad is not None for b in self._lent for m in b.members):
-            self._end_backward()  # gradients that were written by hand
+        is_open = self._next > 0  # a backward raised
+        if is_open or any(m.parameter.grad is not None for b in self._lent for m in b.members):
+            self._end_backward()  # or gradients were written by hand
         while self._count_unfinished(mine=False):
             self._start_round()
             self._collect_round()

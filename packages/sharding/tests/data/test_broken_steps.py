@@ -1,0 +1,106 @@
+"""A step that an exception broke off is dropped whole, on whatever ranks it came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright.collectives import Communicator, LocalWorld
+from trainwright.sharding.data import ShardPolicy, by_class, data_parallel
+from trainwright.sharding.mesh import Mesh, MeshShape
+
+F64 = torch.float64
+BROKEN = 2
+
+
+class Chain(nn.Module):
+    """Layers, the second of which raises on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, dtype=F64) for _ in range(5))
+        self.fails: str | None = None
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=F64) / 2)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            hidden = hidden + torch.tanh(layer(hidden))
+            if index == 1 and self.fails == "forward":
+                raise MemoryError("in a forward")
+            if index == 1 and self.fails == "backward":
+                hidden.register_hook(self.fail)
+        return hidden
+
+    def fail(self, gradient: torch.Tensor) -> None:
+        raise MemoryError("in a backward")
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
+    inputs = torch.linspace(-1, 1, 6, dtype=F64).view(2, 3) * (step + 1) / (rank + 2)
+    loss: torch.Tensor = model(inputs).square().sum()
+    return loss
+
+
+def train(
+    comm: Communicator, where: str, one_rank: bool, armed: bool, **policy: Any
+) -> dict[str, torch.Tensor]:
+    model = Chain()
+    chosen = ShardPolicy(units=by_class(nn.Linear), alignment=1, **policy)
+    parallel = data_parallel(model, Mesh(comm, MeshShape(dp=comm.size)), chosen)
+    optimizer = torch.optim.SGD([piece.parameter for piece in parallel.pieces.values()], lr=0.01)
+    for step in range(5):
+        parallel.zero_grad()
+        if armed:
+            parallel.last_backward()
+        fails = step == BROKEN and (comm.rank == 0 or not one_rank)
+        model.fails = where if fails else None
+        if fails:
+            with pytest.raises(MemoryError):
+                loss_of(model, step, comm.rank).backward()
+        else:
+            loss_of(model, step, comm.rank).backward()
+        if step == BROKEN:
+            parallel.zero_grad(discard=True)
+            continue
+        parallel.reduce()
+        parallel.wait()
+        optimizer.step()
+        parallel.publish()
+    parallel.await_weights()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("where", "one_rank", "armed", "stage", "each"),
+    [
+        ("forward", False, True, 3, False),
+        ("forward", True, False, 2, True),
+        ("forward", True, False, 3, True),
+        ("backward", False, False, 3, True),
+        ("backward", True, False, 2, True),
+    ],
+)
+def test_a_dropped_step_is_in_no_later_one(
+    where: str, one_rank: bool, armed: bool, stage: int, each: bool
+) -> None:
+    plain = Chain()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for step in (step for step in range(5) if step != BROKEN):
+        optimizer.zero_grad()
+        for rank in range(2):
+            loss_of(plain, step, rank).backward()
+        optimizer.step()
+
+    ranks = LocalWorld(2).run(
+        lambda comm: train(comm, where, one_rank, armed, stage=stage, reduce_each_backward=each)
+    )
+
+    for weights in ranks:
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-10, atol=1e-12)
