@@ -10,6 +10,7 @@ from torch import nn
 from trainwright.collectives import Communicator
 from trainwright.sharding.data.build import FlatModel, flatten_model
 from trainwright.sharding.data.driving import CallerDrives, UnitDriver
+from trainwright.sharding.data.exports import guard_exports
 from trainwright.sharding.data.hooks import HookDriver
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.data.materialize import Initializer
@@ -79,6 +80,7 @@ def data_parallel(
     if driven:
         _check_units_run(model, policy)
     flat = flatten_model(model, parameters, mesh, policy, initialize)
+    guard_exports(flat.all_buckets)
     agree = _join_stage(mesh) if _needs_agreement(policy, hooks=hooks) else None
     reducer = _choose_reducer(flat, policy, agree, mesh, hooks=hooks)
     units = {
