@@ -17,6 +17,7 @@ import attrs
 import pytest
 
 from trainwright.checkpointing.state import StateStore
+from trainwright.integration.cli import main
 
 DEADLINE_S = 240.0
 COMMAND = [sys.executable, "-m", "trainwright.integration", "train"]
@@ -130,21 +131,30 @@ def test_eight_processes_train_in_3d_as_one_process_with_eight_threads_does(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("--layout dp=2,tp=2", "--layout pp=2,dp=2 --zero 1"),
+        ("--layout dp=2,tp=2 --zero 1", "--layout dp=2,pp=2 --zero 3 --gather unit"),
         ("--layout dp=2,pp=2 --zero 3", "--layout dp=4,dp_shard=2 --zero 2"),
-        ("--layout dp=2,tp=2 --zero 2", "--layout dp=2,pp=2 --zero 3 --gather unit"),
     ],
-    ids=["tp-to-pp", "pp-stage3-to-hybrid-stage2", "tp-stage2-to-pp-stage3"],
+    ids=["tp-stage1-to-pp-stage3", "pp-stage3-to-hybrid-stage2"],
 )
 def test_a_run_that_is_resumed_in_another_layout_goes_on_as_if_never_stopped(
     tmp_path: Path, book: Path, before: str, after: str
 ) -> None:
-    common = ["--threads-as-ranks", "--data", str(book), *SMALL, "--steps", "6", "--warmup", "2"]
+    common = [
+        "train",
+        "--threads-as-ranks",
+        "--data",
+        str(book),
+        *SMALL,
+        "--steps",
+        "6",
+        "--warmup",
+        "2",
+    ]
     common += ["--model", "tiny-tied"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    finish([*common, "--layout", "dp=1", "--out", str(whole)])
+    assert main([*common, "--layout", "dp=1", "--out", str(whole)]) == 0
 
-    finish([*common, *before.split(), "--save-every", "3", "--out", str(parts)])
+    assert main([*common, *before.split(), "--save-every", "3", "--out", str(parts)]) == 0
     # As a crash after the first save would have left it.
     store = parts / "checkpoints"
     kept = StateStore(store)
@@ -152,7 +162,7 @@ def test_a_run_that_is_resumed_in_another_layout_goes_on_as_if_never_stopped(
     assert kept.steps() == [3, 6]
     assert len(newest) == 1
     newest[0].rename(tmp_path / "lost")
-    finish([*common, *after.split(), "--resume", str(parts)])
+    assert main([*common, *after.split(), "--resume", str(parts)]) == 0
 
     for found, right in zip(metrics(parts), metrics(whole), strict=True):
         for key in ("step", "lr", "tokens"):
