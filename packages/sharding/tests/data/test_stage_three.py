@@ -161,6 +161,25 @@ def test_weights_changed_while_gathered_are_told_at_publish_and_can_be_loaded() 
     assert LocalWorld(3).run(run) == [[7.0] * 4] * 3
 
 
+def test_a_single_element_written_while_released_is_told_and_not_lost() -> None:
+    def run(comm: Communicator) -> float:
+        model = make_model()
+        model.register_parameter("scale", nn.Parameter(torch.ones(())))
+        parallel = cut(comm, model)
+        model.load_state_dict({"scale": torch.tensor(3.0)}, strict=False)
+        for call in (parallel.publish, parallel.load_masters):
+            with pytest.raises(LifecycleError, match="scale were changed"):
+                call()
+        parallel.await_weights()
+        model.load_state_dict({"scale": torch.tensor(3.0)}, strict=False)
+        parallel.load_masters()
+        parallel.publish()
+        parallel.await_weights()
+        return model.get_parameter("scale").item()
+
+    assert LocalWorld(2).run(run) == [3.0, 3.0]
+
+
 def test_weights_that_left_the_buffer_are_not_lost_at_release() -> None:
     def run(comm: Communicator) -> list[float]:
         model = make_model()

@@ -252,6 +252,13 @@ class DataParallel:
             )
         self._driver.end_pass()
         whole = [bucket for bucket in self._flat.all_buckets if bucket.weights.is_whole]
+        released = (bucket for bucket in self._flat.all_buckets if not bucket.weights.is_whole)
+        lost = [m.name for b in released for m in b.members if m.parameter._version != m.version]
+        if lost:  # what has a single element can be written
+            raise LifecycleError(
+                f"{first_few(lost)} were changed while released, which would be lost; call "
+                "await_weights() on all ranks, change them again, then load_masters()"
+            )
         for bucket in whole:
             for member in bucket.members:
                 member.return_weight()
