@@ -99,6 +99,16 @@ def test_foreign_modules_begin_as_their_own_reset_says() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_recurrent_layers_compute_with_the_memory_that_they_got() -> None:
+    model = on_meta(lambda: nn.LSTM(3, 2, num_layers=2))
+    materialize([("x", model)], "cpu", seeded_reset(0))
+    plain = nn.LSTM(3, 2, num_layers=2)
+    plain.load_state_dict(model.state_dict())
+    inputs = torch.ones(4, 3)
+
+    assert torch.equal(model(inputs)[0], plain(inputs)[0])
+
+
 def test_all_ranks_get_equal_values_and_the_global_generator_goes_on_as_before() -> None:
     torch.manual_seed(3)
     expected = torch.rand(3)

@@ -168,6 +168,8 @@ def _check_module(name: str, module: nn.Module) -> None:
 
 def _allocate(name: str, module: nn.Module, device: torch.device) -> _FreshModule:
     found: list[_Fresh] = []
+    if isinstance(module, nn.RNNBase):
+        module._flat_weight_refs = []  # a tensor with weak references cannot be swapped
     for key, meta in _direct(module):
         if not meta.is_meta:
             continue
@@ -181,6 +183,8 @@ def _allocate(name: str, module: nn.Module, device: torch.device) -> _FreshModul
         # Not another object in its place: whoever else holds the tensor gets the memory too.
         torch.utils.swap_tensors(meta, memory)  # type: ignore[no-untyped-call]
         found.append(_Fresh(key, meta, meta._version, is_parameter))
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
     return _FreshModule(name, module, tuple(found))
 
 
