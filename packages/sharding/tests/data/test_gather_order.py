@@ -309,6 +309,24 @@ def test_a_rank_may_leave_out_its_last_backward(keep: bool) -> None:
     LocalWorld(2).run(run)
 
 
+def test_a_rank_may_leave_out_the_backward_in_which_others_learn_their_order() -> None:
+    def run(comm: Communicator) -> None:
+        plain, model = Route(), Route()
+        units, _ = counting_units(model, names_of(4), comm)
+        driver = HookDriver(units, model, comm)
+        for step in range(3):
+            route = [0, 3] if step == 0 and comm.rank == 0 else range(4)
+            for trained in (plain, model):
+                loss = trained(inputs_of(step), route).sum()
+                if step > 0 or comm.rank == 0:
+                    loss.backward()
+            driver.finish()
+            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=0)
+
+    LocalWorld(2).run(run)
+
+
 def test_forwards_without_backward_are_reported() -> None:
     def run(comm: Communicator) -> None:
         model = Route()

@@ -33,6 +33,7 @@ class Lesson:
         self.agreed: list[int] = []
         self.wanted: list[list[int]] = [[] for _ in range(agree.size)]
         self.was_run = False
+        self.was_run_by_all = False
         self._agree = agree
         self._usual = usual
         self._rank = {unit: place for place, unit in enumerate(usual)}
@@ -55,6 +56,7 @@ class Lesson:
         units = [unit for unit in wants if unit >= 0]
         if not units:
             self.was_run = DONE in wants
+            self.was_run_by_all = IDLE not in wants
             return None
         chosen = min(units, key=self._rank.__getitem__)
         self.agreed.append(chosen)

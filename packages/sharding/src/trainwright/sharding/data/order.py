@@ -246,6 +246,8 @@ class GatherOrder:
         unused = self._never_used
         if not kind.is_backward:
             unused = set(range(len(self._units))) - set(lesson.agreed)
+        elif not lesson.was_run_by_all:
+            unused = set(range(len(self._units)))  # a rank that left it out may need others
         if kind is Pass.FORWARD:
             self._never_used = unused
         sequence, fits = lesson.sequence(unused if self._agree.size > 1 else set())
