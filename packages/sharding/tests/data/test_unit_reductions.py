@@ -102,7 +102,7 @@ def test_the_end_of_a_units_part_frees_the_gradients_of_older_ones() -> None:
             parallel.units[name].end_backward()
         return [parallel.units[name].buckets[0].sums.is_open for name in ("2", "1", "0")]
 
-    assert LocalWorld(2).run(run) == [[False, True, True]] * 2
+    assert LocalWorld(2).run(run) == [[False, False, True]] * 2
 
 
 def test_with_missing_gradients_as_errors_nothing_is_reduced_early() -> None:
