@@ -222,11 +222,11 @@ def check_against_serial(case: Case, tolerances: list[float]) -> None:
 
 @given(case=cases)
 def test_every_stage_computes_what_one_process_computes(case: Case) -> None:
-    # A sum of at most 24 terms in another order, through ten steps of a smooth model: each step
-    # adds its own rounding and passes on that of the steps before.
-    relative = 1e-11 if case.plan.dtype == torch.float64 else 1e-4
+    # A sum of at most 24 terms in another order, through three steps of a smooth model, and what
+    # seven more pass on of it.
+    first, later = (1e-12, 1e-11) if case.plan.dtype == torch.float64 else (2e-5, 1e-4)
 
-    check_against_serial(case, [relative] * case.num_steps)
+    check_against_serial(case, [first] * 3 + [later] * (case.num_steps - 3))
 
 
 @given(case=cases, dtype=st.sampled_from([torch.bfloat16, torch.float16]))

@@ -23,6 +23,21 @@ def floor(world: Communicator, recipe: Recipe) -> Contestant:
     return _Floor(recipe)
 
 
+def plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, max_norm: float
+) -> Iterator[str]:
+    """Train on one batch as PyTorch's tutorials do, naming each phase when it is over."""
+    optimizer.zero_grad()
+    loss = mean_loss(model, batch)
+    yield "forward"
+    torch.autograd.backward(loss)
+    yield "backward"
+    clip_grad_norm_(model.parameters(), max_norm)
+    yield "clip"
+    optimizer.step()
+    yield "optimizer"
+
+
 class Single:
     """Trains one process's model on the batches that it gets."""
 
@@ -32,15 +47,7 @@ class Single:
 
     def step(self, batch: Batch, max_norm: float) -> Iterator[str]:
         """Train on one batch."""
-        self._optimizer.zero_grad()
-        loss = mean_loss(self._model, batch)
-        yield "forward"
-        torch.autograd.backward(loss)
-        yield "backward"
-        clip_grad_norm_(self._model.parameters(), max_norm)
-        yield "clip"
-        self._optimizer.step()
-        yield "optimizer"
+        return plain_step(self._model, self._optimizer, batch, max_norm)
 
     def whole_weights(self) -> Mapping[str, torch.Tensor]:
         """Return the model's weights."""

@@ -11,8 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from tools.bench.data_parallel.alone import plain_step
 from tools.bench.data_parallel.contestants import Contestant, Recipe
 from tools.bench.data_parallel.gpt import Batch, build_model, mean_loss
 from trainwright.collectives import Communicator
@@ -65,15 +66,7 @@ class _Replicated:
         self._optimizer = optimizer
 
     def step(self, batch: Batch, max_norm: float) -> Iterator[str]:
-        self._optimizer.zero_grad()
-        loss = mean_loss(self._model, batch)
-        yield "forward"
-        torch.autograd.backward(loss)
-        yield "backward"
-        clip_grad_norm_(self._model.parameters(), max_norm)
-        yield "clip"
-        self._optimizer.step()
-        yield "optimizer"
+        return plain_step(self._model, self._optimizer, batch, max_norm)
 
     def whole_weights(self) -> Mapping[str, torch.Tensor]:
         module: nn.Module = self._model.module
