@@ -72,7 +72,7 @@ class Case:
             alignment=self.alignment,
             units=self.units,
             reduce_each_backward=self.reduces_each,
-            release_after_forward=not self.keep_gathered,
+            release_after_forward=not (self.keep_gathered and self.stage == 3),
         )
 
     @property

@@ -130,6 +130,7 @@ def test_where_sharded_parameters_have_other_sizes_replicated_ones_still_lie_ali
         ({"alignment": 0}, "alignment must be at least 1 element, got 0"),
         ({"master_dtype": torch.bfloat16}, "float32 or float64, got torch.bfloat16"),
         ({"reduce_dtype": torch.int32}, "reduce_dtype must be None or one of .* got torch.int32"),
+        ({"stage": 2, "release_after_forward": False}, "release_after_forward"),
     ],
 )
 def test_a_policy_out_of_range_names_the_field_and_the_value(

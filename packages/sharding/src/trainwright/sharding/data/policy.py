@@ -86,6 +86,11 @@ class ShardPolicy:
         self._check_accumulation()
         if self.live_units < 1:
             raise ShardingError(f"live_units must be at least 1, got {self.live_units}")
+        if not self.release_after_forward and self.stage < 3:
+            raise ShardingError(
+                "release_after_forward=False has no effect at stage "
+                f"{self.stage}, where weights stay whole; leave it out, or choose stage 3"
+            )
 
     def _check_accumulation(self) -> None:
         if self.missing_gradients not in ("zero", "error"):
