@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import attrs
 from torch import nn
@@ -14,6 +15,9 @@ from trainwright.sharding.mesh.mesh import Mesh
 from trainwright.sharding.mesh.shape import AXES
 from trainwright.sharding.placement.values import Partial, Placement, Replicate, Shard
 from trainwright.sharding.protocol import ParallelModule
+
+if TYPE_CHECKING:
+    from trainwright.sharding.tensor.cuts import Cut
 
 _DENSE = ("dp", "cp", "tp")
 _EXPERT = ("edp", "ep", "etp")
@@ -114,6 +118,33 @@ class ParameterPlacement:
         start[dim] = rank * part
         stop[dim] = (rank + 1) * part
         return cls(shape, (Box(start=tuple(start), stop=tuple(stop)),), {axis: Shard(dim)})
+
+    @classmethod
+    def cut(
+        cls, global_shape: Sequence[int], dim: int, cut: Cut, *, rank: int, axis: str = "tp"
+    ) -> ParameterPlacement:
+        """Return the placement of a parameter of which each rank holds the indices of a cut.
+
+        Args:
+            global_shape: Shape of the whole parameter.
+            dim: The dimension that is cut.
+            cut: Which indices of it each rank of the axis holds.
+            rank: This rank on the axis.
+            axis: The axis.
+
+        Raises:
+            ShardingError: The dimension does not have the cut's size, or an index lies on several
+                ranks or on none.
+        """
+        shape = tuple(global_shape)
+        boxes = cut.boxes(shape, dim, rank)
+        if not cut.is_partition:
+            raise ShardingError(
+                f"dim {dim} of shape {shape} can be cut only so that each index lies on one rank, "
+                f"got {cut}; a parameter that every rank holds whole is "
+                "ParameterPlacement.replicated, told what its gradient is"
+            )
+        return cls(shape, boxes, {axis: Shard(dim % len(shape))})
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -2,12 +2,14 @@
 
 from trainwright.sharding.tensor.checks import check_indices, local_heads
 from trainwright.sharding.tensor.cross_entropy import vocab_parallel_cross_entropy
+from trainwright.sharding.tensor.cuts import Cut
 from trainwright.sharding.tensor.embedding import VocabParallelEmbedding
 from trainwright.sharding.tensor.initial import draw_parameter_
 from trainwright.sharding.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = [
     "ColumnParallelLinear",
+    "Cut",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "check_indices",
