@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from trainwright.collectives import LocalWorld, SingleCommunicator
 from trainwright.sharding import ShardingError, vocab_parallel_cross_entropy
-from trainwright.sharding.tensor import cross_entropy
+from trainwright.sharding.tensor import loss_terms
 from trainwright.sharding.testing import shard_sizes
 
 
@@ -172,7 +172,7 @@ def test_nothing_as_large_as_the_logits_is_kept_beside_them():
 
 def test_chunks_cover_every_row_once():
     for rows, columns in [(1, 1), (7, 1 << 17), (5, 1 << 20), (3, 1), (1 << 19, 4)]:
-        chunks = cross_entropy._chunks(torch.empty(1, 1).expand(rows, columns))
+        chunks = list(loss_terms.blocks(torch.empty(1, 1).expand(rows, columns)))
         assert [row for chunk in chunks for row in range(rows)[chunk]] == list(range(rows))
 
 
