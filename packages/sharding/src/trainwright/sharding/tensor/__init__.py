@@ -3,22 +3,50 @@
 from trainwright.sharding.tensor.checks import check_indices, local_heads
 from trainwright.sharding.tensor.cross_entropy import vocab_parallel_cross_entropy
 from trainwright.sharding.tensor.cuts import Cut
+from trainwright.sharding.tensor.dropout import DropoutPlace, PlacedDropout, ShardedDim
 from trainwright.sharding.tensor.embedding import VocabParallelEmbedding
 from trainwright.sharding.tensor.fused_head import linear_cross_entropy, linear_cross_entropy_sum
 from trainwright.sharding.tensor.head_loss import HeadLoss
+from trainwright.sharding.tensor.heads import HeadLayout
 from trainwright.sharding.tensor.initial import draw_parameter_
+from trainwright.sharding.tensor.key_value import KeyValueLinear
 from trainwright.sharding.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from trainwright.sharding.tensor.parts import join_parts, join_parts_for_terms, sum_part, take_part
+from trainwright.sharding.tensor.replicated import place_partial_, unplace_partial_
+from trainwright.sharding.tensor.sequence import (
+    SequenceSharding,
+    enter_sequence,
+    gather_sequence,
+    leave_sequence,
+    split_sequence,
+)
 
 __all__ = [
     "ColumnParallelLinear",
     "Cut",
+    "DropoutPlace",
+    "HeadLayout",
     "HeadLoss",
+    "KeyValueLinear",
+    "PlacedDropout",
     "RowParallelLinear",
+    "SequenceSharding",
+    "ShardedDim",
     "VocabParallelEmbedding",
     "check_indices",
     "draw_parameter_",
+    "enter_sequence",
+    "gather_sequence",
+    "join_parts",
+    "join_parts_for_terms",
+    "leave_sequence",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",
     "local_heads",
+    "place_partial_",
+    "split_sequence",
+    "sum_part",
+    "take_part",
+    "unplace_partial_",
     "vocab_parallel_cross_entropy",
 ]

@@ -201,13 +201,17 @@ class Cut:
         return tuple(Box([a for a, _ in side], [b for _, b in side]) for side in sides)
 
     def take(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """Return a rank's part of a whole tensor: a view where it is one range, else a copy.
+        """Return a rank's part of a whole tensor: a copy where it is several ranges, else a view.
+
+        Where that is all of the tensor, it is the tensor itself.
 
         Raises:
             ShardingError: The dimension does not have the cut's size.
         """
         at = self._dim_of(tensor.shape, dim)
         ranges = self.ranges[rank] or ((0, 0),)
+        if ranges == ((0, self.size),):
+            return tensor
         parts = [tensor.narrow(at, start, stop - start) for start, stop in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, at)
 
