@@ -53,6 +53,15 @@ class LocalIndices:
         """How many indices this rank holds, padding left out; they come first."""
         return sum(stop - start for start, stop in self.ranges)
 
+    def place_of(self, index: int) -> int | None:
+        """Return where one index lies on this rank, None if it does not."""
+        kept = 0
+        for start, stop in self.ranges:
+            if start <= index < stop:
+                return kept + index - start
+            kept += stop - start
+        return None
+
     def find(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where each index lies on this rank, 0 if it does not, and whether it does."""
         if len(self.ranges) == 1:
