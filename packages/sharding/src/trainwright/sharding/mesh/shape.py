@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import attrs
 
 from trainwright.sharding.errors import NotAvailableError, ShardingError
+from trainwright.sharding.mesh.axes import (
+    AXES,
+    DENSE_AXES,
+    EXPERT_AXES,
+    HYBRID_AXES,
+    KNOWN_AXES,
+    VIEWS,
+    Number,
+    number_at,
+    ordered_axes,
+    places_along,
+    unknown_axis,
+    view_of,
+)
+from trainwright.sharding.mesh.fitting import divisors, listed, way_to
+from trainwright.sharding.mesh.order import read_order, split_dp
 
-DENSE_AXES = ("pp", "dp", "cp", "tp")
-"""The axes along which dense layers are arranged, outermost first."""
+__all__ = ["AXES", "DENSE_AXES", "EXPERT_AXES", "HYBRID_AXES", "MeshShape"]
 
-EXPERT_AXES = ("pp", "edp", "ep", "etp")
-"""The axes along which the experts of a layer are arranged, outermost first."""
-
-HYBRID_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The dense view with dp in its two parts: groups that replicate each other, ranks of a group."""
-
-AXES = ("pp", "dp", "cp", "tp", "edp", "ep", "etp")
-"""The axes a parameter can be placed on, in the order in which products of axes are written."""
-
-_KNOWN = (*AXES, "dp_replicate", "dp_shard")
 _CHOSEN = ("pp", "dp", "cp", "tp", "ep", "etp", "dp_shard")
 
 
@@ -30,10 +35,12 @@ _CHOSEN = ("pp", "dp", "cp", "tp", "ep", "etp", "dp_shard")
 class MeshShape:
     """Sizes of the axes of a mesh, in two views of the same ranks.
 
-    The dense view is (pp, dp, cp, tp), the expert view (pp, edp, ep, etp); the last axis varies
-    fastest, so that tp stays inside a node. Both views share pp and cut the same dp * cp * tp
-    ranks of a pipeline stage, so edp follows: dp * cp * tp = edp * ep * etp. ``ep`` never
-    multiplies the world.
+    The dense view is (pp, dp, cp, tp), the expert view (pp, edp, ep, etp). Both share pp and cut
+    the same dp * cp * tp ranks of a pipeline stage, so edp follows: dp * cp * tp = edp * ep * etp.
+    ``ep`` never multiplies the world. The last axis of ``order`` varies fastest; by default that is
+    tp, so that it stays inside a node. An order only says which rank stands at which place: what
+    a place holds, which places the expert view joins and how a communicator counts its ranks are
+    the same in every order.
 
     Args:
         pp: Pipeline stages.
@@ -44,10 +51,13 @@ class MeshShape:
         etp: Ranks that share one expert; None means as ``tp``.
         dp_shard: Hybrid sharding: that many consecutive dp ranks share one copy of the model
             states, and dp = dp_replicate * dp_shard. None means that dp is not split.
+        order: The axes pp, dp, cp, tp, outermost first, as a sequence or as ``"dp/pp/cp/tp"``; of
+            a split dp the parts dp_replicate and dp_shard can stand apart. Axes of size 1 are
+            named too.
 
     Raises:
-        ShardingError: A size is not a positive int, ep * etp does not divide dp * cp * tp, or
-            dp_shard does not divide dp.
+        ShardingError: A size is not a positive int, ep * etp does not divide dp * cp * tp,
+            dp_shard does not divide dp, or ``order`` does not have each axis once.
         NotAvailableError: Both dp_shard and ep > 1.
     """
 
@@ -58,6 +68,7 @@ class MeshShape:
     ep: int = 1
     _etp: int | None = None
     dp_shard: int | None = None
+    order: tuple[str, ...] = attrs.field(default=DENSE_AXES, converter=read_order, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if self._etp == self.tp:
@@ -71,8 +82,8 @@ class MeshShape:
                 raise ShardingError(f"axis {axis} must be a positive int, got {size!r}")
         stage = self.dp * self.cp * self.tp
         if stage % (self.ep * self.etp):
-            fitting = [ep for ep in _divisors(stage) if stage % (ep * self.etp) == 0]
-            way_out = f"ep may be {_listed(fitting)}" if fitting else "choose a smaller etp"
+            fitting = [ep for ep in divisors(stage) if stage % (ep * self.etp) == 0]
+            way_out = f"ep may be {listed(fitting)}" if fitting else "choose a smaller etp"
             raise ShardingError(
                 f"ep={self.ep} * etp={self.etp} must divide dp={self.dp} * cp={self.cp} * "
                 f"tp={self.tp} = {stage}; with this etp, {way_out}"
@@ -83,22 +94,27 @@ class MeshShape:
     def parse(cls, text: str) -> MeshShape:
         """Read a shape from text such as ``"dp=2,tp=2,pp=2"``; absent axes have size 1.
 
+        It may end in an order, as ``"dp=2,pp=2,order=dp/pp/cp/tp"`` does.
+
         Raises:
             ShardingError: An axis is unknown, named twice, or its size is no positive int.
         """
-        sizes: dict[str, int] = {}
+        chosen: dict[str, Any] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             axis, equals, size = (piece.strip() for piece in part.partition("="))
-            if axis not in _CHOSEN:
-                raise ShardingError(f"layout {text!r}: {_unknown(axis, _CHOSEN)}")
-            if axis in sizes:
+            if axis not in (*_CHOSEN, "order"):
+                raise ShardingError(f"layout {text!r}: {unknown_axis(axis, _CHOSEN)}")
+            if axis in chosen:
                 raise ShardingError(f"layout {text!r} names axis {axis} twice; keep one of them")
+            if axis == "order":
+                chosen[axis] = size
+                continue
             if not equals or not size.isdecimal() or int(size) < 1:
                 raise ShardingError(
                     f"layout {text!r}: {axis} needs a positive int, got {part!r}; write {axis}=2"
                 )
-            sizes[axis] = int(size)
-        return cls(**sizes)
+            chosen[axis] = int(size)
+        return cls(**chosen)
 
     @property
     def etp(self) -> int:
@@ -125,22 +141,14 @@ class MeshShape:
         return math.prod(self._size(axis) for axis in self.ordered(axes))
 
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return ``axes`` once each, outermost first.
+        """Return ``axes`` once each, in the order in which products of axes are written.
+
+        That is (pp, dp, cp, tp) or (pp, edp, ep, etp), whatever the order of the ranks.
 
         Raises:
             ShardingError: An axis is unknown, or the axes are not all of one view.
         """
-        named = tuple(axes)
-        for axis in named:
-            if axis not in _KNOWN:
-                raise ShardingError(_unknown(axis, _KNOWN))
-        view = _view_of(named)
-        if view is None:
-            raise ShardingError(
-                f"axes {', '.join(named)} belong to two views of the mesh; take them from "
-                f"{DENSE_AXES}, from {EXPERT_AXES} or from {HYBRID_AXES}"
-            )
-        return tuple(axis for axis in view if axis in named)
+        return ordered_axes(axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the place of a rank on every axis of both views, and of a split dp.
@@ -160,11 +168,16 @@ class MeshShape:
         """
         if not 0 <= rank < self.world_size:
             raise ShardingError(f"rank must be in 0..{self.world_size - 1}, got {rank}")
-        found: dict[str, int] = {}
-        for view in (DENSE_AXES, EXPERT_AXES, HYBRID_AXES):
-            rest = rank
-            for axis in reversed(view):
-                rest, found[axis] = divmod(rest, self._size(axis))
+        return self.places_of(rank)
+
+    def places_of(self, ranks: Number) -> dict[str, Number]:
+        """Return what `places` does, of one rank or of an array of ranks at once."""
+        sizes = self._sizes()
+        along = places_along(ranks, split_dp(self.order), sizes)
+        number = number_at(along, HYBRID_AXES, sizes)
+        found: dict[str, Number] = {}
+        for view in VIEWS:
+            found |= places_along(number, view, sizes)
         return found
 
     def rank(self, *, pp: int = 0, dp: int = 0, cp: int = 0, tp: int = 0) -> int:
@@ -179,20 +192,23 @@ class MeshShape:
                 raise ShardingError(
                     f"coordinate {axis}={coordinate} is outside 0..{self.size(axis) - 1}"
                 )
-        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
+        return self._ranks_at([number_at(place, DENSE_AXES, self._sizes())])[0]
 
     def ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the ranks, in order, that differ from ``rank`` at most along ``axes``."""
+        """Return the ranks that differ from ``rank`` at most along ``axes``.
+
+        They run as `ordered` writes the axes, the last one fastest, whatever the order.
+        """
         varying = self.ordered(axes)
-        view = _view_of(varying)
+        view = view_of(varying)
         assert view is not None
-        coordinates = self.places(rank)
+        places = self.places(rank)
         members = [0]
         for axis in view:
             size = self._size(axis)
-            steps = range(size) if axis in varying else (coordinates[axis],)
+            steps = range(size) if axis in varying else (places[axis],)
             members = [member * size + step for member in members for step in steps]
-        return tuple(members)
+        return self._ranks_at(members)
 
     def check(self, world_size: int) -> None:
         """Raise unless the shape has exactly ``world_size`` ranks, saying which sizes would fit.
@@ -206,7 +222,7 @@ class MeshShape:
         product = " * ".join(f"{axis}={self.size(axis)}" for axis in large)
         raise ShardingError(
             f"mesh {product} needs {self.world_size} ranks, got world_size={world_size}; "
-            f"{self._way_to(world_size)}"
+            f"{way_to(self, world_size)}"
         )
 
     def table(self) -> str:
@@ -226,6 +242,8 @@ class MeshShape:
         sizes = {axis: getattr(self, axis) for axis in _CHOSEN}
         unsaid = {"etp": self.tp, "dp_shard": None}
         said = [f"{axis}={size}" for axis, size in sizes.items() if size != unsaid.get(axis, 1)]
+        if self.order != DENSE_AXES:
+            said.append(f"order={'/'.join(self.order)}")
         return ",".join(said) or "dp=1"
 
     def __repr__(self) -> str:
@@ -235,46 +253,34 @@ class MeshShape:
         size: int = self.dp if axis == "dp_shard" and self.dp_shard is None else getattr(self, axis)
         return size
 
+    def _sizes(self) -> dict[str, int]:
+        return {axis: self._size(axis) for axis in KNOWN_AXES}
+
+    def _ranks_at(self, numbers: list[int]) -> tuple[int, ...]:
+        """Return the ranks at places that are counted along the axes as they are written."""
+        if self.order == DENSE_AXES:
+            return tuple(numbers)
+        sizes = self._sizes()
+        order = split_dp(self.order)
+        return tuple(
+            number_at(places_along(number, HYBRID_AXES, sizes), order, sizes) for number in numbers
+        )
+
     def _check_split(self) -> None:
         if self.dp_shard is None:
+            if "dp" not in self.order:
+                raise ShardingError(
+                    f"order {'/'.join(self.order)!r} names dp_replicate and dp_shard, but dp="
+                    f"{self.dp} is not split; choose dp_shard, or name dp instead of them"
+                )
             return
         if self.dp % self.dp_shard:
             raise ShardingError(
                 f"dp_shard={self.dp_shard} must divide dp={self.dp}; with this dp, dp_shard may be "
-                f"{_listed(_divisors(self.dp))}"
+                f"{listed(divisors(self.dp))}"
             )
         if self.ep > 1:
             raise NotAvailableError(
                 f"hybrid sharding (dp_shard={self.dp_shard}) together with expert parallelism "
                 f"(ep={self.ep}) is not available yet; leave dp_shard out, or choose ep=1"
             )
-
-    def _way_to(self, world_size: int) -> str:
-        for axis in ("dp", "tp", "pp", "cp"):
-            others = [other for other in DENSE_AXES if other != axis and self.size(other) > 1]
-            rest = self.world_size // self.size(axis)
-            if world_size % rest == 0:
-                kept = f"with this {' and '.join(others)}, " if others else ""
-                return f"{kept}{axis} must be {world_size // rest}"
-        return f"no change of one axis fits; the sizes must multiply to {world_size}"
-
-
-def _view_of(axes: Iterable[str]) -> tuple[str, ...] | None:
-    named = set(axes)
-    views = (DENSE_AXES, EXPERT_AXES, HYBRID_AXES)
-    return next((view for view in views if named <= set(view)), None)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _listed(values: list[int]) -> str:
-    return ", ".join(str(value) for value in values)
-
-
-def _unknown(axis: str, known: Iterable[str]) -> str:
-    names = list(known)
-    near = difflib.get_close_matches(axis, names, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown axis {axis!r}; the axes are {', '.join(names)}{hint}"

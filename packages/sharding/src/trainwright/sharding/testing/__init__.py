@@ -10,6 +10,7 @@ from trainwright.sharding.testing.laws import (
 from trainwright.sharding.testing.strategies import (
     layouts_of,
     mesh_shapes,
+    orders,
     shard_sizes,
 )
 
@@ -21,5 +22,6 @@ __all__ = [
     "load_plain_",
     "mesh_of",
     "mesh_shapes",
+    "orders",
     "shard_sizes",
 ]

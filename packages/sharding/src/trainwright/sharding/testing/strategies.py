@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 
-from trainwright.sharding.mesh.shape import DENSE_AXES, MeshShape
+from trainwright.sharding.mesh.shape import DENSE_AXES, HYBRID_AXES, MeshShape
 
 
 @st.composite
@@ -20,7 +22,7 @@ def mesh_shapes(
     With all dense axes an expert view is drawn as well; with ``hybrid`` dp is split instead.
     """
     left = max_world_size
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     for axis in draw(st.permutations(axes)):
         sizes[axis] = draw(st.integers(1, left))
         left //= sizes[axis]
@@ -38,12 +40,17 @@ def mesh_shapes(
 def layouts_of(draw: st.DrawFn, world_size: int) -> MeshShape:
     """Draw a shape of exactly ``world_size`` ranks over the dense axes."""
     left = world_size
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     for axis in draw(st.permutations(DENSE_AXES)):
         sizes[axis] = draw(st.sampled_from(_divisors(left)))
         left //= sizes[axis]
     sizes["dp"] *= left
     return MeshShape(**sizes)
+
+
+def orders(*, split: bool = False) -> st.SearchStrategy[tuple[str, ...]]:
+    """Draw an order of the axes of a mesh; with ``split`` the parts of dp go their own ways."""
+    return st.permutations(HYBRID_AXES if split else DENSE_AXES).map(tuple)
 
 
 def shard_sizes(parts: int, max_part: int = 4) -> st.SearchStrategy[int]:
