@@ -66,11 +66,6 @@ def check_coordinates(shape: MeshShape, coordinates: Mapping[str, int]) -> tuple
         ShardingError: An axis is unknown, or a coordinate outside it.
     """
     fixed = _dense(shape, coordinates)
-    if len(fixed) < len(coordinates):
-        raise ShardingError(
-            f"coordinates {', '.join(coordinates)} fix dp twice; give dp, or dp_replicate and "
-            "dp_shard"
-        )
     for axis, place in coordinates.items():
         if not 0 <= place < shape.size(axis):
             raise ShardingError(f"coordinate {axis}={place} is outside 0..{shape.size(axis) - 1}")
