@@ -1,0 +1,35 @@
+"""The plan of Hugging Face's Mistral models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainwright.sharding.tensor.plans.decoder import check_model_type, decoder_plan
+from trainwright.sharding.tensor.styles import Style
+
+
+def mistral_plan(
+    config: Any,
+    ranks: int,
+    *,
+    base: str = "model.",
+    head: bool = True,
+    gather_logits: bool = True,
+) -> dict[str, Style | tuple[Style, ...]]:
+    """Return the plan of ``MistralForCausalLM``, or with ``base=""`` of ``MistralModel``.
+
+    Args:
+        config: A ``MistralConfig``; nothing else is imported or read.
+        ranks: Tensor-parallel ranks. Key/value heads may be fewer.
+        base: Where the decoder is in the model, with a dot at the end, or "".
+        head: Whether the model has ``lm_head``; the base model has none.
+        gather_logits: Whether logits are whole on every rank, as the model's own loss needs them;
+            otherwise they are this rank's part of the vocabulary, for
+            `vocab_parallel_cross_entropy`.
+
+    Raises:
+        ShardingError: The configuration is another model's, or there are fewer query heads than
+            ranks.
+    """
+    check_model_type(config, "mistral")
+    return decoder_plan(config, ranks, base=base, head=head, gather_logits=gather_logits)
