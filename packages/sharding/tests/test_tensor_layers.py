@@ -10,7 +10,6 @@ from torch import nn
 from trainwright.collectives import LocalWorld, SingleCommunicator, differentiable, random
 from trainwright.sharding import (
     ColumnParallelLinear,
-    NotAvailableError,
     RowParallelLinear,
     ShardingError,
     VocabParallelEmbedding,
@@ -185,11 +184,6 @@ def test_heads_that_cannot_be_shared_out_are_refused_with_their_numbers(heads, m
     # SHD-13: before any process starts, not by a reshape in the forward.
     with pytest.raises(ShardingError, match=message):
         local_heads(*heads)
-
-
-def test_fewer_key_heads_than_ranks_is_named_as_not_available_yet():
-    with pytest.raises(NotAvailableError, match="not available yet"):
-        local_heads(8, 2, 4)
 
 
 @pytest.mark.parametrize(

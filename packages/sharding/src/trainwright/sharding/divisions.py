@@ -20,6 +20,7 @@ def check_divides(size: int, parts: int, what: str, axis: str) -> None:
     larger = min((count for count in counts if count > parts), default=None)
     near = f"{smaller}" if larger is None else f"{smaller} or {larger}"
     raise ShardingError(
-        f"{what} is {size}, which {axis}={parts} does not divide (uneven shards are not available "
-        f"yet); the nearest sizes that work are {sizes}, the nearest {axis} {near}"
+        f"{what} is {size}, which {axis}={parts} does not divide; the nearest sizes that work are "
+        f"{sizes}, the nearest {axis} {near}; a layer that takes a cut can have an uneven one, "
+        "Cut.uneven"
     )

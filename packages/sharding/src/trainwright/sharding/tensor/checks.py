@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from trainwright.sharding.divisions import check_divides
-from trainwright.sharding.errors import NotAvailableError, ShardingError
+from trainwright.sharding.errors import ShardingError
 
 
 def local_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> tuple[int, int]:
-    """Return how many query and key/value heads each tensor rank holds.
+    """Return how many query and key/value heads each tensor rank holds, where all hold as many.
+
+    `HeadLayout` shares out any numbers of heads.
 
     Args:
         num_heads: Query heads of the layer.
@@ -18,17 +20,15 @@ def local_heads(num_heads: int, num_kv_heads: int, tp_size: int) -> tuple[int, i
 
     Raises:
         ShardingError: The sizes do not divide; the message names the nearest that do.
-        NotAvailableError: There are fewer key/value heads than ranks, so that they would have to
-            be replicated.
     """
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ShardingError(
             f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}"
         )
     if num_kv_heads < tp_size:
-        raise NotAvailableError(
-            f"num_kv_heads={num_kv_heads} is less than tp={tp_size}; sharing a key/value head "
-            f"between ranks is not available yet: choose a tp that divides {num_kv_heads}"
+        raise ShardingError(
+            f"num_kv_heads={num_kv_heads} is less than tp={tp_size}, so ranks share a head: choose "
+            f"a tp that divides {num_kv_heads}, or HeadLayout with KeyValueLinear"
         )
     check_divides(num_heads, tp_size, "num_heads", "tp")
     check_divides(num_kv_heads, tp_size, "num_kv_heads", "tp")
