@@ -71,6 +71,8 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.pieces = {name: pieces[f"{name}.value"].parameter for name in NAMES}
         self.optimizer = torch.optim.SGD(self.pieces.values(), lr=1.0)
         self.masters = dict.fromkeys(NAMES, 0.0)
+        self.published = dict(self.masters)
+        self.unpublished = False
         self.begin_step()
 
     def weight(self, name: str) -> nn.Parameter:
@@ -119,8 +121,16 @@ class LifecycleMachine(RuleBasedStateMachine):
         """After a refusal the way out is to end the step without using it."""
         self.parallel.reduce()
         self.parallel.wait()
+        self.publish_again()
         self.parallel.zero_grad()
         self.begin_step()
+
+    def publish_again(self) -> None:
+        if self.unpublished:
+            self.parallel.publish()
+            self.parallel.await_weights()
+            self.published = dict(self.masters)
+            self.unpublished = False
 
     @rule()
     def last_backward(self) -> None:
@@ -165,10 +175,11 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.optimizer.step()
         for name in NAMES:
             self.masters[name] -= self.gradients[name]
+        self.unpublished = self.masters != self.published
 
     @rule(discard=st.booleans())
     def zero_grad(self, discard: bool) -> None:
-        if self.in_flight or (self.unreduced and not discard):
+        if self.unpublished or (not discard and (self.in_flight or self.unreduced)):
             with pytest.raises(LifecycleError, match="zero_grad"):
                 self.parallel.zero_grad(discard=discard)
             return
@@ -185,6 +196,8 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.parallel.await_weights()
         for name in NAMES:
             assert self.weight(name).item() == self.masters[name]
+        self.published = dict(self.masters)
+        self.unpublished = False
 
     @rule()
     def release_and_gather(self) -> None:

@@ -63,7 +63,7 @@ def zero_grad_half_in_flight(model: Scalars, parallel: DataParallel) -> None:
     model.b.backward()
     if len(parallel.layout[0].buckets) == 1:  # stage 3, where half a bucket does not start
         model.a.backward()
-    parallel.zero_grad(discard=True)
+    parallel.zero_grad()
 
 
 def zero_grad_instead_of_reduce(model: Scalars, parallel: DataParallel) -> None:

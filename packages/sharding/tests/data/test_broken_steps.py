@@ -80,6 +80,10 @@ def train(
     ("where", "one_rank", "armed", "stage", "each"),
     [
         ("forward", False, True, 3, False),
+        *(("forward", True, True, stage, False) for stage in range(4)),
+        *(("backward", True, True, stage, False) for stage in range(4)),
+        ("forward", True, False, 3, False),
+        ("backward", True, False, 1, False),
         ("forward", True, False, 2, True),
         ("forward", True, False, 3, True),
         ("backward", False, False, 3, True),

@@ -285,7 +285,7 @@ def test_ranks_that_run_passes_in_different_orders_are_told_before_anything_is_r
 
     first, second = LocalWorld(2).run(run)
 
-    assert "rank 0 gathered other weights in this step than rank 1" in first
+    assert "ranks gathered different weights in this step" in first
     assert "forward with gradients, forward with gradients, backward, backward" in second
 
 

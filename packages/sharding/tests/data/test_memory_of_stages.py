@@ -100,16 +100,22 @@ def test_whole_gradients_have_memory_only_from_the_first_gradient_to_the_reducti
 ) -> None:
     def run(comm: Communicator) -> list[int]:
         parallel = make(comm, stage, torch.float32)
-        full = [b.sums.full for unit in parallel.units.values() for b in unit.buckets]
-        seen = [bytes_of(*full)]
+        buckets = [bucket for unit in parallel.units.values() for bucket in unit.buckets]
+
+        def see() -> None:
+            views = (member.gradient for bucket in buckets for member in bucket.members)
+            seen.append(bytes_of(*(bucket.sums.full for bucket in buckets), *views))
+
+        seen: list[int] = []
+        see()
         parallel.zero_grad()
         loss = parallel.module(torch.ones(2, WIDTH)).square().sum()
-        seen.append(bytes_of(*full))
+        see()
         loss.backward()
-        seen.append(bytes_of(*full))
+        see()
         parallel.reduce()
         parallel.wait()
-        seen.append(bytes_of(*full))
+        see()
         return seen
 
     assert LocalWorld(NUM_RANKS).run(run) == [[0, 0, 4 * NUM_PARAMETERS, 0]] * NUM_RANKS
@@ -140,8 +146,8 @@ def test_what_is_zeroed_when_gradients_get_memory_is_exactly_the_padding(stage: 
             for bucket in unit.buckets:
                 bucket.sums.open()
                 bucket.sums.full.zero_()
-                for part in (*bucket.sums.gaps, *(member.gradient for member in bucket.members)):
-                    part.add_(1)
+                for place in (*bucket.sums.gaps, *(member.place for member in bucket.members)):
+                    bucket.sums.full[place].add_(1)
                 assert set(bucket.sums.full.tolist()) == {1.0}
                 assert bucket.sums.gaps
 

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from trainwright.collectives import Communicator, LocalWorld
-from trainwright.sharding.data import DataParallel, LifecycleError, ShardPolicy, by_class
+from trainwright.sharding.data import (
+    DataParallel,
+    LifecycleError,
+    ShardPolicy,
+    by_class,
+    data_parallel,
+)
 from trainwright.sharding.data.testing import RecordedCall, RecordingCommunicator, wrap_on
 from trainwright.sharding.mesh import Mesh, MeshShape
 
@@ -73,36 +79,82 @@ def test_a_gradient_after_a_unit_was_reduced_is_refused(stage: int) -> None:
     LocalWorld(2).run(run)
 
 
-def test_the_end_of_a_units_part_of_the_last_backward_starts_it_without_gradients() -> None:
+def end_in_backward(parallel: DataParallel, loss: torch.Tensor, *names: str) -> torch.Tensor:
+    """Return a loss whose backward first says of units that they are over."""
+    tensor = loss.clone()
+    tensor.register_hook(lambda _: [parallel.units[name].end_backward() for name in names] and None)
+    return tensor
+
+
+@pytest.mark.parametrize("armed", [False, True])
+def test_the_end_of_a_units_part_of_the_last_backward_starts_it_without_gradients(
+    armed: bool,
+) -> None:
     def run(comm: Communicator) -> list[list[int]]:
         parallel, model, calls = make(comm, 3)
-        seen = []
-        parallel.units["2"].end_backward()  # not the last backward
+        if armed:
+            parallel.last_backward()
+        used = [model[1], model[2]] if comm.rank == 0 else [model[1]]
+        end_in_backward(parallel, sum(layer() for layer in used), "2", "1").backward()
+        seen = [reduced(calls)]
+        parallel.reduce()
+        parallel.wait()
         seen.append(reduced(calls))
+        gradients = {p.name: set(p.parameter.grad.tolist()) for p in parallel.pieces.values()}
+        assert gradients == {"0.weight": {0.0}, "1.weight": {2.0}, "2.weight": {1.0}}
+        return seen
+
+    assert LocalWorld(2).run(run) == [[[8, 6] if armed else [], [8, 6, 4]]] * 2
+
+
+def test_a_unit_does_not_end_in_a_backward_that_adds_to_no_gradient() -> None:
+    def run(comm: Communicator) -> list[list[int]]:
+        parallel, model, calls = make(comm, 3)
         parallel.last_backward()
-        if comm.rank == 0:
-            model[2]().backward()
-        parallel.units["2"].end_backward()
+        loss = end_in_backward(parallel, model[2]() * model[1](), "2", "1")
+        torch.autograd.grad(loss, [model[2].weight], retain_graph=True)
+        seen = [reduced(calls)]
+        loss.backward()
         seen.append(reduced(calls))
         parallel.reduce()
         parallel.wait()
-        values = {v for p in parallel.pieces.values() for v in p.parameter.grad.tolist()}
-        assert values == {0.0, 1.0}
+        assert set(parallel.pieces["2.weight"].parameter.grad.tolist()) == {2.0 * SIZES[1]}
         return seen
 
-    assert LocalWorld(2).run(run) == [[[], [8]]] * 2
+    assert LocalWorld(2).run(run) == [[[], [8, 6]]] * 2
 
 
-def test_the_end_of_a_units_part_frees_the_gradients_of_older_ones() -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_last_backward_frees_the_gradients_of_older_units(stage: int) -> None:
     def run(comm: Communicator) -> list[bool]:
-        parallel, model, _ = make(comm, 3)
-        parallel.last_backward()
-        sum(layer() for layer in model).backward()
-        for name in ("2", "1", "0"):
-            parallel.units[name].end_backward()
-        return [parallel.units[name].buckets[0].sums.is_open for name in ("2", "1", "0")]
+        model = nn.Sequential(*(Layer(size) for size in SIZES))
+        policy = ShardPolicy(stage=stage, units=by_class(Layer), alignment=1)
+        parallel = data_parallel(model, Mesh(comm, MeshShape(dp=comm.size)), policy)
+        for _ in range(2):  # the first step learns the order
+            parallel.zero_grad()
+            parallel.last_backward()
+            sum(layer() for layer in model).backward()
+            is_open = [parallel.units[n].buckets[0].sums.is_open for n in ("2", "1", "0")]
+            parallel.reduce()
+            parallel.wait()
+        return is_open
 
     assert LocalWorld(2).run(run) == [[False, False, True]] * 2
+
+
+def test_a_gradient_that_is_kept_stays_what_it_was() -> None:
+    def run(comm: Communicator) -> None:
+        parallel, model, _ = make(comm, 2)
+        kept = []
+        for factor in (1, 2):
+            parallel.zero_grad()
+            sum(factor * layer() for layer in model).backward()
+            kept.append(model[1].weight.grad)
+            parallel.reduce()
+            parallel.wait()
+        assert [set(gradient.tolist()) for gradient in kept] == [{1.0}, {2.0}]
+
+    LocalWorld(2).run(run)
 
 
 def test_with_missing_gradients_as_errors_nothing_is_reduced_early() -> None:

@@ -65,6 +65,7 @@ class GlooBackend:
         self._num_started = 0
         self._num_splits = 0
         self._works: weakref.WeakSet[GlooWork] = weakref.WeakSet()
+        self.watcher = Background(f"{name}, rank {rank}, watching")
         self._background = Background(f"{name}, rank {rank}")
         # Gloo's threads must end before the interpreter does.
         self._group: list[Link] = [] if self.size == 1 else [self._connect()]
@@ -152,6 +153,7 @@ class GlooBackend:
             work.close()
         self.dropped.clear()
         self._background.stop()
+        self.watcher.stop()
         self._group.clear()
 
     def explain(

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
 
 # Peer, whether it is a receive, and Gloo's handle.
 Ticket = tuple[int, bool, dist.Work]
+
+
+class _Watch:
+    """A background thread's waiting for a work."""
+
+    __slots__ = ("claim", "is_over")
+
+    def __init__(self) -> None:
+        self.claim = threading.Lock()
+        self.is_over = threading.Event()
 
 
 class GlooWork:
@@ -34,6 +45,7 @@ class GlooWork:
         "_scratch",
         "_tickets",
         "_timeout_s",
+        "_watch",
         "_what",
     )
 
@@ -47,6 +59,7 @@ class GlooWork:
         self._scratch: torch.Tensor | None = None
         self._buffers: object = None
         self._is_sent: threading.Lock | None = None
+        self._watch: _Watch | None = None
         self._error: Exception | None = None
         self._is_closed = False
         self._is_done = False
@@ -91,11 +104,14 @@ class GlooWork:
             return
         self._backend.board.check()
         timeout_s = timeout_s or self._timeout_s
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        if self._is_sent is not None:
-            self._await_background(timeout_s)
-        self._await(self._tickets, deadline)
-        self._await(self._late, deadline)
+        watch = self._watch
+        if watch is None or watch.claim.acquire(blocking=False):
+            self._watch = None
+            self._await_all(timeout_s)
+        elif not watch.is_over.wait(timeout_s):
+            raise self._backend.explain(TimeoutError(), self._what, -1, self._senders)
+        elif self._error is not None:
+            raise self._error
         if self._is_closed:
             self._backend.board.check()
         self._is_done = True
@@ -106,6 +122,18 @@ class GlooWork:
             self._backend.scratch.give_back(self._scratch)
         self._clear()
 
+    def is_done(self, within_s: float = 0.0) -> bool:
+        """Return whether all messages have come; from the first call on a thread waits for them.
+
+        Gloo only knows that a message has come once somebody has waited for it.
+        """
+        if self._is_done or self._is_closed:
+            return True
+        if self._watch is None:
+            self._watch = _Watch()
+            self._backend.watcher.run(partial(self._keep_watch, self._watch))
+        return self._watch.is_over.wait(within_s)
+
     def close(self) -> None:
         """Forget the messages; their connections can go."""
         self._is_closed = True
@@ -115,6 +143,27 @@ class GlooWork:
         # The messages are still under way and Gloo would cancel them together with this object.
         if not self._is_done and (self._tickets or self._late):
             self._backend.dropped.append(self)
+
+    def _keep_watch(self, watch: _Watch) -> None:
+        # Messages are waited for once, by whoever comes first: here or in `wait`.
+        if not watch.claim.acquire(blocking=False):
+            return
+        try:
+            self._await_all(self._timeout_s)
+        except Exception as error:
+            self._error = error
+        watch.is_over.set()
+
+    def _await_all(self, timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._is_sent is not None:
+            self._await_background(timeout_s)
+        self._await(self._tickets, deadline)
+        self._await(self._late, deadline)
+
+    @property
+    def _senders(self) -> list[int]:
+        return [peer for peer, is_receive, _ in self._tickets if is_receive]
 
     def _await(self, tickets: list[Ticket], deadline: float | None) -> None:
         work = None
@@ -140,8 +189,7 @@ class GlooWork:
         assert self._is_sent is not None
         lock = self._is_sent
         if not lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            missing = [peer for peer, is_receive, _ in self._tickets if is_receive]
-            raise self._backend.explain(TimeoutError(), self._what, -1, missing)
+            raise self._backend.explain(TimeoutError(), self._what, -1, self._senders)
         lock.release()
         if self._error is not None:
             raise self._error

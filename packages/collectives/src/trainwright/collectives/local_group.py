@@ -16,7 +16,7 @@ from trainwright.collectives.local_plans import is_large, plan
 from trainwright.collectives.parking import Pending, ThreadWorld
 from trainwright.collectives.protocol import Recv, Send, Work
 from trainwright.collectives.single import compute_alone
-from trainwright.collectives.works import DONE, JoinedWork
+from trainwright.collectives.works import DONE, JoinedWork, poll
 
 
 class LocalGroup:
@@ -284,3 +284,15 @@ class _MeetingWork:
         if meeting.done_event is not None:
             torch.cuda.current_stream(self._device).wait_event(meeting.done_event)
         self.meeting = None
+
+    def is_done(self, within_s: float = 0.0) -> bool:
+        """Return whether all ranks have come and the result is there."""
+        return poll(self._is_over, within_s)
+
+    def _is_over(self) -> bool:
+        meeting = self.meeting
+        if meeting is None or meeting.group.world.failure is not None:
+            return True
+        if not meeting.ready or meeting.done_event is None:
+            return meeting.ready
+        return bool(meeting.done_event.query())  # type: ignore[no-untyped-call]

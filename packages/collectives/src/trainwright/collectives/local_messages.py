@@ -11,6 +11,7 @@ from trainwright.collectives.calls import describe_tensor
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.parking import Pending
 from trainwright.collectives.protocol import Recv, Send
+from trainwright.collectives.works import poll
 
 if TYPE_CHECKING:
     from trainwright.collectives.local_group import LocalGroup
@@ -136,6 +137,20 @@ class MessageWork:
         if message.event is not None:
             torch.cuda.current_stream(message.tensor.device).wait_event(message.event)
         self._message = None
+
+    def is_done(self, within_s: float = 0.0) -> bool:
+        """Return whether the peer has come, or need not."""
+        return poll(self._is_over, within_s)
+
+    def _is_over(self) -> bool:
+        message = self._message
+        if message is None:
+            return True
+        if message.group.world.failure is not None:
+            return True
+        if not message.ready:
+            return message.is_send and message.group.buffered_sends
+        return message.event is None or bool(message.event.query())  # type: ignore[no-untyped-call]
 
 
 def _buffer(message: Message) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright.collectives.failures import FailureBoard
+from trainwright.collectives.works import poll
 
 Finish = Callable[[], object] | None
 
@@ -67,6 +68,13 @@ class NativeWork:
             with torch.no_grad():
                 finish()
         self._buffers = None
+
+    def is_done(self, within_s: float = 0.0) -> bool:
+        """Return whether the backend says so of every handle.
+
+        Gloo's own messages and reduce-scatters do not say so before they were waited for.
+        """
+        return poll(lambda: all(work.is_completed() for work in self._works), within_s)
 
     @contextmanager
     def explained(self) -> Iterator[None]:

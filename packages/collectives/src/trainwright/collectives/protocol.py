@@ -32,6 +32,17 @@ class Work(Protocol):
         """
         ...
 
+    def is_done(self, within_s: float = 0.0) -> bool:
+        """Return whether all messages have come, so that ``wait`` would not block the host.
+
+        On CUDA that means that the device has come as far. True also where ``wait`` would raise;
+        False also where a backend cannot tell before somebody has waited.
+
+        Args:
+            within_s: Waits up to this many seconds for it.
+        """
+        ...
+
 
 @attrs.frozen(eq=False)
 class Send:

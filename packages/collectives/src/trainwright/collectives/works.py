@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.protocol import Work
+
+_POLL_S = 0.0002
 
 
 class DoneWork:
@@ -17,6 +20,10 @@ class DoneWork:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return at once."""
+
+    def is_done(self, within_s: float = 0.0) -> bool:
+        """Return True."""
+        return True
 
 
 DONE = DoneWork()
@@ -36,6 +43,11 @@ class JoinedWork:
             work.wait(timeout_s)
         self._works = ()
 
+    def is_done(self, within_s: float = 0.0) -> bool:
+        """Return whether each of the works is done."""
+        deadline = time.monotonic() + within_s
+        return all(work.is_done(max(0.0, deadline - time.monotonic())) for work in self._works)
+
 
 class CopyBackWork:
     """A Work on contiguous stand-ins, copied to the caller's strided tensors once it is done."""
@@ -54,6 +66,10 @@ class CopyBackWork:
         with torch.no_grad():
             for target, source in copies:
                 target.copy_(source)
+
+    def is_done(self, within_s: float = 0.0) -> bool:
+        """Return whether the work is done, copied back or not."""
+        return self._work.is_done(within_s)
 
 
 class DeferredWork:
@@ -76,3 +92,17 @@ class DeferredWork:
                 "been started: wait after the block"
             )
         self._work.wait(timeout_s)
+
+    def is_done(self, within_s: float = 0.0) -> bool:
+        """Return whether the operation is done; inside the block it is not."""
+        return self._work is not None and self._work.is_done(within_s)
+
+
+def poll(is_over: Callable[[], bool], within_s: float) -> bool:
+    """Return whether something is over, looking again and again up to ``within_s`` seconds."""
+    deadline = time.monotonic() + within_s
+    while not is_over():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

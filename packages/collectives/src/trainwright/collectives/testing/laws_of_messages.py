@@ -100,6 +100,34 @@ def works_may_be_waited_for_in_any_order(comm: Communicator, case: Case) -> None
         assert whole.tolist() == list(range(comm.size))
 
 
+def works_tell_whether_they_are_done(comm: Communicator, case: Case) -> None:
+    """Asking does not wait for a peer that has not come, and changes nothing of what follows."""
+    go = torch.zeros(1, device=comm.device)
+    total = torch.full((case.root + 2,), 1.0 + comm.rank, device=comm.device)
+    parts = torch.arange(comm.size * 70_000.0, device=comm.device)
+    part = torch.empty(70_000, device=comm.device)
+    others = [rank for rank in range(comm.size) if rank != 0]
+    if comm.rank == 0:
+        works = [comm.all_reduce(total), comm.reduce_scatter(part, parts)]
+        assert comm.size == 1 or not any(work.is_done(0.001) for work in works)
+        for peer in others:
+            comm.send(go, peer, 3).wait()
+    else:
+        coming = comm.recv(go, 0, 3)
+        coming.is_done()
+        assert coming.is_done(30.0)
+        coming.wait()
+        works = [comm.all_reduce(total), comm.reduce_scatter(part, parts)]
+
+    assert works[1].is_done(30.0)
+    works[1].wait()
+    works[0].wait()
+
+    assert all(work.is_done() for work in works)
+    assert set(total.tolist()) == {comm.size * (comm.size + 1) / 2}
+    assert_same(part, comm.size * parts[comm.rank * 70_000 :][:70_000])
+
+
 def works_may_be_forgotten(comm: Communicator, case: Case) -> None:
     """An operation nobody waits for may lack its result, but holds nobody up."""
     for _ in range(3):
@@ -178,6 +206,7 @@ LAWS_OF_MESSAGES = (
     messages_of_one_tag_keep_their_order,
     tags_tell_messages_apart,
     works_may_be_waited_for_in_any_order,
+    works_tell_whether_they_are_done,
     works_may_be_forgotten,
     coalesced_operations_start_together,
     barriers_return_when_all_have_come,

@@ -17,6 +17,7 @@ from trainwright.sharding.data.ownership import piece_spec_on
 from trainwright.sharding.data.parallel import data_parallel
 from trainwright.sharding.data.piece import Piece
 from trainwright.sharding.data.policy import ShardPolicy
+from trainwright.sharding.data.publication import UnchangedWeightsWarning
 from trainwright.sharding.data.replicas import check_replicas
 from trainwright.sharding.data.state_dict import full_state_dict, piece_state_dict
 from trainwright.sharding.data.unit import Unit
@@ -38,6 +39,7 @@ __all__ = [
     "Piece",
     "ShardPolicy",
     "Translation",
+    "UnchangedWeightsWarning",
     "Unit",
     "UnitRule",
     "WholeMatrices",

@@ -51,8 +51,7 @@ class Bucket:
 
     def link(self, member: Member) -> None:
         """Let one gradient stand in the flat buffer."""
-        self.sums.collect()
-        self.sums.open()
+        self._open()
         member.link_gradient()
 
     def start_reduction(self) -> None:
@@ -61,14 +60,18 @@ class Bucket:
         Where memory is lent the parameters have no gradient from here on: what autograd still adds
         does not reach memory that is being sent.
         """
-        self.sums.collect()
-        self.sums.open()
+        self._open()
         for member in self.members:
             member.link_gradient()
         self.is_started = True
         self.sums.start()
         if self.sums.is_lent:
             self.drop_gradients()
+
+    def collect(self) -> None:
+        """Wait for the data ranks' sums, and give memory back that is lent."""
+        self.sums.collect()
+        self._forget_closed()
 
     def drop_gradients(self) -> None:
         """Let the module's parameters have no gradient."""
@@ -98,6 +101,7 @@ class Bucket:
         self.drop_gradients()
         self.sums.begin()
         self.sums.close()
+        self._forget_closed()
         for kept in self.kept:
             kept.piece.parameter.grad = None
 
@@ -123,3 +127,14 @@ class Bucket:
         released = not self.weights.is_whole
         for member in self.members:
             member.check_intact(released=released)
+
+    def _open(self) -> None:
+        self.sums.collect()
+        if self.sums.open():
+            for member in self.members:
+                member.gradient = self.sums.full[member.place].view(member.weight.shape)
+
+    def _forget_closed(self) -> None:
+        if not self.sums.is_open:
+            for member in self.members:
+                member.gradient = None

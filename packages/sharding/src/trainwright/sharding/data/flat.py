@@ -35,12 +35,10 @@ def make_bucket(
     weights = _make_weights(plan, key, entries, axes, policy)
     gradients = _make_gradients(plan, key, weights.full.device, axes, policy)
     members = [
-        _move(entries[part.name], _place(part, plan), weights, gradients)
+        _move(entries[part.name], slice(*_place(part, plan)), weights, gradients)
         for part in plan.parameters
     ]
     bucket = Bucket(members, weights, gradients)
-    if gradients is not None:
-        gradients.close()
     bucket.release()
     for part, member in zip(plan.parameters, members, strict=True):
         start, stop = _place(part, plan)
@@ -100,44 +98,51 @@ def _make_gradients(
     if not key.trainable:
         return None
     data = axes.data(key)
-    full = torch.zeros(plan.stop - plan.start, dtype=key.master_dtype, device=device)
-    kept = full
+    numel = plan.stop - plan.start
+    part = numel // data.size
     is_lent = policy.stage >= 2 and data.size > 1
-    if policy.stage > 0:
-        part = full.numel() // data.size
+    full = torch.zeros(0 if is_lent else numel, dtype=key.master_dtype, device=device)
+    if is_lent:
+        kept = full.new_zeros(part)
+    elif policy.stage > 0:
         kept = full[data.rank * part : (data.rank + 1) * part]
-        kept = torch.zeros_like(kept) if is_lent else kept
+    else:
+        kept = full
     return FlatGradients(
         full,
+        numel,
         kept,
-        _gaps(plan, full),
+        _gaps(plan),
         data,
         axes.partial(key),
         policy.wire_dtype_of(key.master_dtype),
         is_lent,
+        is_open=not is_lent,
     )
 
 
-def _gaps(plan: BucketLayout, full: torch.Tensor) -> Sequence[torch.Tensor]:
-    edges = [0, *(edge for part in plan.parameters for edge in _place(part, plan)), full.numel()]
+def _gaps(plan: BucketLayout) -> Sequence[slice]:
+    last = plan.stop - plan.start
+    edges = [0, *(edge for part in plan.parameters for edge in _place(part, plan)), last]
     pairs = zip(edges[::2], edges[1::2], strict=True)
-    return [full[start:stop] for start, stop in pairs if start < stop]
+    return [slice(start, stop) for start, stop in pairs if start < stop]
 
 
 def _move(
     entry: ModelParameter,
-    place: tuple[int, int],
+    place: slice,
     weights: FlatWeights,
     gradients: FlatGradients | None,
 ) -> Member:
     parameter = entry.parameter
     shape = parameter.shape
-    start, stop = place
-    member = Member(entry.name, parameter, entry.owners, weights.full[start:stop].view(shape))
+    weight = weights.full[place].view(shape)
+    member = Member(entry.name, parameter, entry.owners, weight, place, gradients is not None)
     member.show()
     if gradients is not None:
-        member.gradient = gradients.full[start:stop].view(shape)
-        if member.gradient.dtype != member.weight.dtype:
+        if not gradients.is_lent:
+            member.gradient = gradients.full[place].view(shape)
+        if gradients.kept.dtype != weight.dtype:
             parameter.grad_dtype = None  # lets a float32 gradient stand beside a 16-bit weight
     if weights.is_cut:
         member.absent = _absent(member.weight)

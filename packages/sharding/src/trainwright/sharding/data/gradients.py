@@ -15,19 +15,21 @@ class FlatGradients:
     """One storage of all gradients of a bucket and this rank's range of the sums.
 
     Args:
-        full: All elements.
+        full: All elements; none while it is closed.
+        numel: How many there are.
         kept: This rank's range; memory of its own where ``is_lent``, else a part of ``full``.
         gaps: The parts of ``full`` that belong to no parameter.
         data: Joins the ranks that the gradients are summed over first.
         partial: Joins the ranks whose sums are added afterwards, on the kept range.
         wire_dtype: Dtype in which gradients travel.
-        is_lent: Whether ``full`` has memory only from a first gradient to the end of its reduction
-            (stages 2 and 3).
+        is_lent: Whether ``full`` is there only from a first gradient to the end of its reduction
+            (stages 2 and 3). It is other memory each time, so that who keeps a gradient keeps it.
     """
 
     full: torch.Tensor
+    numel: int
     kept: torch.Tensor
-    gaps: Sequence[torch.Tensor]
+    gaps: Sequence[slice]
     data: Communicator
     partial: Sequence[Communicator]
     wire_dtype: torch.dtype
@@ -48,19 +50,20 @@ class FlatGradients:
         """Whether a reduction over the data ranks was started and not collected."""
         return self._work is not None
 
-    def open(self) -> None:
-        """Have memory for all elements, its padding zero."""
+    def open(self) -> bool:
+        """Have memory for all elements, its padding zero; return whether it is new."""
         if self.is_open:
-            return
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+            return False
+        self.full = self.kept.new_empty(self.numel)
         for gap in self.gaps:
-            gap.zero_()
+            self.full[gap].zero_()
         self.is_open = True
+        return True
 
     def close(self) -> None:
         """Give that memory back where it is lent."""
         if self.is_lent and self.is_open:
-            self.full.untyped_storage().resize_(0)
+            self.full = self.kept.new_empty(0)
             self.is_open = False
 
     def begin(self) -> None:
@@ -99,6 +102,10 @@ class FlatGradients:
             self.kept.copy_(arriving)
         self._has_sums = True
         self.close()
+
+    def is_collectable(self, within_s: float) -> bool:
+        """Return whether `collect` need not wait for other ranks, waiting so long for that."""
+        return self._work is None or self._work.is_done(within_s)
 
     def fill(self) -> None:
         """Let the sums be zero if no reduction was collected in this step."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainwright.collectives import ShardSpec
+from trainwright.sharding.data.agreement import agree
 from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.mesh import Mesh
@@ -40,6 +41,22 @@ class HeldTensor:
     def counts_on(self, mesh: Mesh) -> bool:
         """Whether no other rank of this pipeline stage comes before this one as its holder."""
         return all(mesh.coordinate(axis) == 0 for axis in self.spec.replicated if axis != "pp")
+
+
+def agreed_tensors(parallel: DataParallel) -> list[HeldTensor]:
+    """Return what `held_tensors` does, or raise on all ranks of the mesh.
+
+    Communicates:
+        One all-reduce of 8 bytes over the world.
+    """
+    held: list[HeldTensor] = []
+    problem = None
+    try:
+        held = held_tensors(parallel)
+    except LifecycleError as error:
+        problem = str(error)
+    agree(parallel.mesh.world, problem, LifecycleError)
+    return held
 
 
 def held_tensors(parallel: DataParallel) -> list[HeldTensor]:

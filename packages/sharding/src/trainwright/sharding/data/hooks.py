@@ -84,7 +84,7 @@ class HookDriver:
             LifecycleError: On every rank: they have run different passes.
 
         Communicates:
-            The gathers of backwards that were left out, and one all-gather of 8 bytes.
+            The gathers of backwards that were left out, and one all-reduce of 16 bytes.
         """
         self.catch_up()
         self.compare()

@@ -13,6 +13,7 @@ from trainwright.sharding.data.driving import UnitDriver
 from trainwright.sharding.data.errors import LifecycleError, first_few
 from trainwright.sharding.data.layout import GroupLayout
 from trainwright.sharding.data.piece import Piece
+from trainwright.sharding.data.publication import Publication
 from trainwright.sharding.data.reducer import Phase, Reducer
 from trainwright.sharding.data.unit import Unit
 from trainwright.sharding.mesh import Mesh
@@ -54,15 +55,8 @@ class DataParallel:
         self._reducer = reducer
         self._driver = driver
         self._check = check
-        self._first = True
-        # Parameters that are not themselves what the optimizer updates.
-        updated = {id(piece.parameter) for piece in flat.pieces.values()}
-        self._copies = [
-            member
-            for bucket in flat.all_buckets
-            for member in bucket.members
-            if id(member.parameter) not in updated
-        ]
+        self._publication = Publication(flat)
+        self._num_reduced = 0
 
     @property
     def module(self) -> nn.Module:
@@ -128,14 +122,18 @@ class DataParallel:
         """Begin a step: forget all gradients.
 
         Args:
-            discard: Allow gradients to be dropped that were accumulated but never reduced; at
-                stage 3 and with ``reduce_each_backward``, both under hooks, on all ranks alike,
-                which join each other's passes and reductions here.
+            discard: Drop gradients that were accumulated but never reduced, as after an exception
+                on one rank. On all ranks alike, wherever each of them was: they join each other's
+                passes and reductions here.
 
         Raises:
-            LifecycleError: A reduction is in flight, or gradients would be lost.
+            LifecycleError: A reduction is in flight, gradients would be lost, or pieces were
+                updated and not published.
+
+        Communicates:
+            With ``discard`` what `reduce` and `wait` would.
         """
-        if self._reducer.in_flight and not (discard and self._reducer.waits_for_backwards):
+        if self._reducer.in_flight and not discard:
             raise LifecycleError(
                 "zero_grad() while gradients are being reduced; call reduce() and wait() first"
             )
@@ -144,11 +142,12 @@ class DataParallel:
                 "zero_grad() would drop gradients that were accumulated but not reduced; call "
                 "reduce() and wait() after the last backward, or zero_grad(discard=True)"
             )
-        self._reducer.disarm()
+        self._publication.check_published()
         if discard:
             self._driver.reset()
-            self._reducer.join_others()
+            self._reducer.discard()
         else:
+            self._reducer.disarm()
             self._driver.begin_step()
         self._reducer.begin()
         for parameter in self._flat.settled.values():
@@ -185,7 +184,7 @@ class DataParallel:
             (from stage 1 on: (N-1)/N), over the data axes of its group. With
             ``missing_gradients="error"`` or ``reduce_each_backward`` under hooks also one
             all-reduce of 8 bytes, whose result the host reads. At stage 3 under hooks also the
-            gathers of backwards that only others ran, and one all-gather of 8 bytes.
+            gathers of backwards that only others ran, and one all-reduce of 16 bytes.
         """
         if self._reducer.phase is not Phase.ACCUMULATING:
             return
@@ -195,9 +194,9 @@ class DataParallel:
         if not compares_later:
             self._driver.compare()
         self._flat.check_intact()
-        if self._first:
+        self._num_reduced += 1
+        if self._num_reduced & (self._num_reduced - 1) == 0:  # seldom, and again and again
             self._flat.check_complete(self._module)
-            self._first = False
         self._check()
         self._reducer.start_all()
         if compares_later:
@@ -218,6 +217,7 @@ class DataParallel:
         if not self._reducer.can_wait:
             raise LifecycleError("wait() before reduce(); call reduce() after the last backward")
         self._reducer.finish()
+        self._publication.expect_update()
 
     def publish(self) -> None:
         """Make the module's weights equal to the pieces, on every rank.
@@ -233,12 +233,14 @@ class DataParallel:
             bytes.
         """
         self._check_publishable()
+        self._publication.check_updates()
         self.release()
         with torch.no_grad():
             for bucket in self._flat.all_buckets:
                 bucket.weights.start_publishing()
             for bucket in self._flat.all_buckets:
                 bucket.weights.finish_publishing()
+        self._publication.note()
 
     def load_masters(self) -> None:
         """Take the module's weights as they are now for the pieces, after they were changed.
@@ -270,8 +272,7 @@ class DataParallel:
         with torch.no_grad():
             for bucket in whole:
                 bucket.weights.load_masters()
-        for member in self._copies:
-            member.version = member.parameter._version
+        self._publication.note()
 
     def _check_publishable(self) -> None:
         if self._reducer.in_flight:
@@ -281,13 +282,7 @@ class DataParallel:
                 "publish() with gradients that were not reduced; call reduce() and wait() before "
                 "the optimizer, or zero_grad(discard=True) to drop them"
             )
-        changed = [m.name for m in self._copies if m.parameter._version != m.version]
-        if changed:
-            raise LifecycleError(
-                f"the weights of {first_few(changed)} were changed in place, which publish() would "
-                "undo; after loading or editing weights call load_masters(), and build the "
-                "optimizer on pieces, not on the module's parameters"
-            )
+        self._publication.check_untouched()
 
     @property
     def _has_unreduced(self) -> bool:

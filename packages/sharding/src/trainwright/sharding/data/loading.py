@@ -13,7 +13,7 @@ import torch
 from trainwright.collectives import Communicator, ReduceOp, ShardSpec
 from trainwright.sharding.data.agreement import agree, all_gather_json, broadcast_json
 from trainwright.sharding.data.errors import LifecycleError
-from trainwright.sharding.data.held import HeldTensor, held_tensors
+from trainwright.sharding.data.held import HeldTensor, agreed_tensors
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.data.overlaps import copy_shared
 from trainwright.sharding.data.state_dict import BLOCK_BYTES, check_transfer
@@ -52,7 +52,7 @@ def load_full(
     """
     world = parallel.mesh.world
     check_transfer(world, root, block_bytes)
-    held = held_tensors(parallel)
+    held = agreed_tensors(parallel)
     content = _agree_on_content(world, state, root)
     sources, problem = _match(held, content)
     problem = _unready(parallel) or problem

@@ -19,7 +19,9 @@ class Member:
         parameter: The module's parameter.
         owners: Every place that holds it.
         weight: Its view of the weights, which the parameter shares while they are whole.
-        gradient: Its view of the gradients, where they accumulate; None where it is not trained.
+        place: Where both lie in the bucket.
+        is_trained: Whether it has gradients.
+        gradient: Its view of the gradients, where they accumulate; None while they have no memory.
         absent: What the parameter is while its weights are released: NaN in its shape, without
             memory; None where they never are.
         version: The parameter's version counter when its weights were last known to be right.
@@ -30,6 +32,8 @@ class Member:
     parameter: nn.Parameter
     owners: tuple[Owner, ...]
     weight: torch.Tensor
+    place: slice
+    is_trained: bool
     gradient: torch.Tensor | None = None
     absent: torch.Tensor | None = None
     version: int = 0
@@ -103,12 +107,12 @@ class Member:
                     "load_masters()"
                 )
         trained = self.parameter.requires_grad
-        if trained and self.gradient is None:
+        if trained and not self.is_trained:
             raise LifecycleError(
                 f"{self.name} was frozen when data_parallel() was called and nobody reduces its "
                 "gradient; set requires_grad before it"
             )
-        if not trained and self.gradient is not None:
+        if not trained and self.is_trained:
             raise LifecycleError(
                 f"{self.name} was frozen after data_parallel(); set requires_grad before it"
             )

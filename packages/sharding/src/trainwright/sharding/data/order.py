@@ -46,7 +46,6 @@ class GatherOrder:
         self._never_used: set[int] = set()
         self._lesson: Lesson | None = None
         self._sequence: tuple[int, ...] = ()
-        self._ends_alike = True
         self._next = 0  # the first place of the sequence that was not gathered
         self._ahead: deque[int] = deque()  # gathered, or on their way, but not wanted yet
         self._keeps = False
@@ -66,8 +65,6 @@ class GatherOrder:
         self._keeps = keep
         self._needed_later = set()
         self._sequence = self._learned.get(kind, ())
-        # Of a unit that comes twice ranks may use either one, and would end it at other places.
-        self._ends_alike = len(set(self._sequence)) == len(self._sequence)
         self._next = 0
         if kind not in self._learned:
             forward = self._learned.get(Pass.FORWARD)
@@ -118,12 +115,12 @@ class GatherOrder:
         self._needed_later.add(index)
 
     def free(self, index: int) -> None:
-        """Release a unit, and tell it if no rank needs it again in this backward."""
+        """Release a unit, and tell it if it is not needed again in this backward."""
         unit = self._units[index]
         unit.release()
         if self.kind is not Pass.BACKWARD or self._lesson is not None or index in self._ahead:
             return
-        if self._ends_alike and index not in self._sequence[self._next :]:
+        if index not in self._sequence[self._next :]:
             unit.end_backward()
 
     def stays(self, index: int) -> bool:

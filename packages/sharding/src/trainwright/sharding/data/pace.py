@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainwright.collectives import Communicator
+from trainwright.collectives import Communicator, ReduceOp
 from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.passes import Pass
 
@@ -47,7 +47,7 @@ class Pace:
         On a CUDA device the host does not wait: it raises in a later call.
 
         Communicates:
-            One all-gather of 8 bytes.
+            One all-reduce of 16 bytes.
         """
         if self._agree.size > 1:
             self._exchange()
@@ -55,33 +55,31 @@ class Pace:
 
     def _exchange(self) -> None:
         device = self._agree.device
-        mine = torch.tensor([self._number], dtype=torch.int64).to(device, non_blocking=True)
-        every = torch.empty(self._agree.size, dtype=torch.int64, device=device)
-        self._agree.all_gather(every, mine).wait()
+        # The largest number and, of those with the other sign, the smallest.
+        both = torch.tensor([self._number, -self._number]).to(device, non_blocking=True)
+        self._agree.all_reduce(both, ReduceOp.MAX).wait()
         passes = ", ".join(map(str, self._passes)) or "nothing"
         if device.type != "cuda":
-            self._judge(every, passes)
+            self._judge(both, passes)
             return
         if self._under_way is not None and self._under_way[1].query():  # type: ignore[no-untyped-call]
             numbers, _, earlier = self._under_way
             self._under_way = None
             self._judge(numbers, earlier)
         if self._under_way is None:
-            numbers = torch.empty(self._agree.size, dtype=torch.int64, pin_memory=True)
-            numbers.copy_(every, non_blocking=True)
+            numbers = torch.empty(2, dtype=torch.int64, pin_memory=True)
+            numbers.copy_(both, non_blocking=True)
             arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrival.record()
             self._under_way = (numbers, arrival, passes)
 
-    def _judge(self, every: torch.Tensor, passes: str) -> None:
-        numbers: list[int] = every.tolist()
-        rank = self._agree.rank
-        others = [str(other) for other, found in enumerate(numbers) if found != numbers[rank]]
-        if others:
+    def _judge(self, both: torch.Tensor, passes: str) -> None:
+        largest, smallest = both.tolist()
+        if largest != -smallest:
             self.forget()
             raise LifecycleError(
-                f"rank {rank} gathered other weights in this step than rank {', '.join(others)}, "
-                f"so that its gradients are wrong; here it ran: {passes}. Run the same forwards "
+                "ranks gathered different weights in this step, so that gradients are wrong; "
+                f"rank {self._agree.rank} ran: {passes}. Run the same forwards "
                 "and backwards in the same order on all ranks; a rank may leave out only its last "
                 "backwards, then call zero_grad(discard=True) on all ranks"
             )

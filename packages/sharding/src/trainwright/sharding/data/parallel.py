@@ -17,7 +17,7 @@ from trainwright.sharding.data.materialize import Initializer
 from trainwright.sharding.data.missing import check_no_gradient_is_missing
 from trainwright.sharding.data.parameters import collect_parameters
 from trainwright.sharding.data.policy import ShardPolicy
-from trainwright.sharding.data.reducer import Reducer
+from trainwright.sharding.data.reducer import PATIENCE_S, Reducer
 from trainwright.sharding.data.rounds import BackwardRounds, DrivenRounds
 from trainwright.sharding.data.unit import Unit
 from trainwright.sharding.data.units import runs
@@ -82,7 +82,7 @@ def data_parallel(
     flat = flatten_model(model, parameters, mesh, policy, initialize)
     guard_exports(flat.all_buckets)
     agree = _join_stage(mesh) if _needs_agreement(policy, hooks=hooks) else None
-    reducer = _choose_reducer(flat, policy, agree, mesh, hooks=hooks)
+    reducer = _choose_reducer(flat, policy, agree, hooks=hooks)
     units = {
         plan.name: Unit(plan.name, plan.module, buckets, reducer) for plan, buckets in flat.units
     }
@@ -110,15 +110,13 @@ def _join_stage(mesh: Mesh) -> Communicator:
 
 
 def _choose_reducer(
-    flat: FlatModel, policy: ShardPolicy, agree: Communicator | None, mesh: Mesh, *, hooks: bool
+    flat: FlatModel, policy: ShardPolicy, agree: Communicator | None, *, hooks: bool
 ) -> Reducer:
     if policy.reduce_each_backward:
         return DrivenRounds(flat.buckets) if agree is None else BackwardRounds(flat.buckets, agree)
-    # Ranks that differ in what they use start a reduction at the end of their backward only. In
-    # it, experts, parts of a sequence and pipelines need other data ranks, and so do gathers.
-    others = mesh.size("cp") * mesh.size("ep") * mesh.size("pp")
-    may_wait = hooks and policy.stage == 2 and others == 1
-    return Reducer(flat.buckets, early=policy.missing_gradients == "zero", may_wait=may_wait)
+    # In a pipeline other stages would wait too, and the schedule says when memory is free.
+    patience_s = PATIENCE_S if hooks and policy.stage >= 2 else 0.0
+    return Reducer(flat.buckets, early=policy.missing_gradients == "zero", patience_s=patience_s)
 
 
 def _choose_check(

@@ -46,7 +46,7 @@ class DrivenUnit(Protocol):
         ...
 
     def end_backward(self) -> None:
-        """Learn that on no rank the running backward computes with the weights any more."""
+        """Learn that the running backward does not compute with the weights any more."""
         ...
 
 

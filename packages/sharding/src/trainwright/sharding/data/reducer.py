@@ -15,6 +15,13 @@ from trainwright.sharding.data.members import Member
 _UNDER_WAY = 1
 """Reductions that stay under way while a backward goes on."""
 
+PATIENCE_S = 0.5
+"""How long a backward waits at most for older reductions."""
+
+_LEAST_PATIENCE_S = 0.005
+
+_OUTSIDE = -1
+
 
 class Phase(enum.Enum):
     """Where a step is."""
@@ -30,21 +37,26 @@ class Reducer:
     Args:
         buckets: In the order in which they are reduced on every rank.
         early: Whether a reduction may start before `start_all`.
-        may_wait: Whether a backward may wait for older reductions, so that of memory that is lent
-            only a few buckets have any. It must not where a rank could wait in its backward for
-            one that waits for it in a collective of its own backward.
+        patience_s: How long a backward waits for older reductions, so that of memory that is lent
+            only a few buckets have any. Never for ever: the rank that is late with one may itself
+            wait for this rank, in another collective of its backward. After a wait in vain a
+            backward only frees what is done, and the next one waits half as long.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], *, early: bool = True, may_wait: bool = False
+        self, buckets: Sequence[Bucket], *, early: bool = True, patience_s: float = 0.0
     ) -> None:
         self.phase = Phase.ACCUMULATING
         self.touched = False
         self._buckets = buckets
         self._early = early
-        self._may_wait = may_wait
+        self._longest_s = patience_s
+        self._patience_s = patience_s
+        self._waits = True
         self._is_counting = False
         self._epoch = 0
+        self._counted: set[int] = set()
+        self._ended: tuple[int, list[Bucket]] = (_OUTSIDE, [])
         self._next = 0
         self._collected = 0
         for bucket in buckets:
@@ -83,14 +95,22 @@ class Reducer:
         """Count the gradients of the next backward, and start what is complete."""
         self.check_accumulating("last_backward()")
         if not self._is_counting:
-            self._count()
+            self.count()
 
     def disarm(self) -> None:
         """Start nothing more before `start_all`: the step is given up."""
         self._is_counting = False
 
-    def join_others(self) -> None:
-        """Take part in what other ranks' backwards wait for, before the step is given up."""
+    def discard(self) -> None:
+        """Take part in all reductions that other ranks may have begun, before a step is given up.
+
+        On all ranks alike, wherever each of them was.
+        """
+        self.disarm()
+        if self.phase is Phase.ACCUMULATING:
+            self.start_all()
+        if self.phase is not Phase.REDUCED:
+            self.await_all()
 
     def complete(self, buckets: Sequence[Bucket]) -> None:
         """Let buckets start as soon as those before them have."""
@@ -100,14 +120,18 @@ class Reducer:
             self._start_complete()
 
     def end_backward(self, buckets: Sequence[Bucket]) -> None:
-        """Let buckets start that the counted backward adds no more to, and free older ones.
+        """Learn that no unit computes with these in the running backward any more.
 
-        Every rank says this of the same buckets in the same order, and has begun what the others
-        need to come as far: only then may it wait here.
+        If it is one that is counted they start as soon as what it still adds to them has come.
         """
-        if self._is_counting:
-            self.complete(buckets)
-            self._collect_older()
+        task = torch._C._current_graph_task_id()
+        if self._is_counting and task in self._counted:
+            self._end(buckets)
+        elif task == self._ended[0]:
+            self._ended[1].extend(buckets)
+        else:
+            # Not yet known to be one: torch.autograd.grad adds nothing to any gradient.
+            self._ended = (task, list(buckets))
 
     def start_all(self) -> None:
         """Start whatever has not started."""
@@ -122,8 +146,12 @@ class Reducer:
             if not bucket.sums.is_lent:
                 for member in bucket.members:
                     member.check_linked()
+        self.await_all()
+
+    def await_all(self) -> None:
+        """The second half of `finish`, whatever has become of gradients meanwhile."""
         for bucket in self._buckets:
-            bucket.sums.collect()
+            bucket.collect()
             bucket.sums.add_partial()
         for bucket in self._buckets:
             bucket.finish_reduction()
@@ -143,23 +171,47 @@ class Reducer:
         gradient = parameter.grad
         if bucket.is_started:
             self._refuse(member)
-        if gradient is None:
-            return  # the backward had none to give; PyTorch calls the hook all the same
-        self.touched = True
-        if gradient is not member.gradient:
-            bucket.link(member)
-        if self._is_counting and member.epoch != self._epoch:
+        # None: the backward had none to give; PyTorch calls the hook all the same.
+        if gradient is not None:
+            self.touched = True
+            if gradient is not member.gradient:
+                bucket.link(member)
+        if self._is_counting:
+            self._note(bucket, member)
+
+    def count(self) -> None:
+        """Count the gradients that come from here on."""
+        self._is_counting = True
+        self._epoch += 1
+        self._counted.clear()
+        if self._waits:
+            self._patience_s = min(2 * self._patience_s, self._longest_s)
+        self._waits = True
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.members)
+
+    def _note(self, bucket: Bucket, member: Member) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in self._counted:
+            self._counted.add(task)
+            if task == self._ended[0]:
+                self._end(self._ended[1])
+        if member.epoch != self._epoch:
             member.epoch = self._epoch
             bucket.pending -= 1
             if bucket.pending == 0:
                 bucket.is_complete = True
                 self._start_complete()
 
-    def _count(self) -> None:
-        self._is_counting = True
-        self._epoch += 1
-        for bucket in self._buckets:
-            bucket.pending = len(bucket.members)
+    def _end(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            if not bucket.is_started:
+                # What a cast that outlives its unit (autocast's) still has to give.
+                missing = [m for m in bucket.members if m.epoch != self._epoch]
+                bucket.pending = sum(map(_is_coming, missing))
+                bucket.is_complete |= bucket.pending == 0
+        if self.phase is Phase.ACCUMULATING:
+            self._start_complete()
 
     def _refuse(self, member: Member) -> None:
         self.check_accumulating(f"a gradient of {member.name} arrived: backward")
@@ -177,12 +229,27 @@ class Reducer:
         while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
             self._buckets[self._next].start_reduction()
             self._next += 1
-        if self._may_wait:
-            self._collect_older()
+        self._collect_older()
 
     def _collect_older(self) -> None:
         while self._collected < self._next - _UNDER_WAY:
             bucket = self._buckets[self._collected]
             if bucket.sums.is_lent:
-                bucket.sums.collect()
+                if not bucket.sums.is_collectable(self._patience_s if self._waits else 0.0):
+                    self._lose_patience()
+                    return
+                bucket.collect()
             self._collected += 1
+
+    def _lose_patience(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._patience_s = min(max(self._patience_s / 2, _LEAST_PATIENCE_S), self._longest_s)
+
+
+def _is_coming(member: Member) -> bool:
+    """Return whether the running backward adds to a parameter's gradient."""
+    if not member.parameter.requires_grad:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(member.parameter).node
+    return bool(torch._C._will_engine_execute_node(node))

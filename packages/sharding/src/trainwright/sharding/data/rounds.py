@@ -41,6 +41,10 @@ class DrivenRounds(Reducer):
         self._rounds = 0
         self._is_behind = False
 
+    def discard(self) -> None:
+        """Drop what is here: a schedule that was broken off is not joined again."""
+        self.disarm()
+
     def start_all(self) -> None:
         """Reduce what came since the last round; later gradients belong to the next.
 
@@ -50,7 +54,7 @@ class DrivenRounds(Reducer):
             bucket.start_reduction()
         for bucket in self._buckets:
             # Memory is what rounds are for: it is given back before the caller goes on.
-            bucket.sums.collect()
+            bucket.collect()
             bucket.reopen()
         self._next = 0
         self._collected = 0
@@ -103,26 +107,12 @@ class BackwardRounds(Reducer):
         """Every backward is counted; only check that one may come."""
         self.check_accumulating("last_backward()")
 
-    def join_others(self) -> None:
-        """Take part in what other ranks' backwards wait for, before the step is given up."""
-        if self.phase is Phase.ACCUMULATING:
-            self.start_all()
-
     def on_gradient(self, bucket: Bucket, member: Member, parameter: torch.Tensor) -> None:
         """Runs after autograd added to ``parameter.grad``."""
         if not self._is_counting and self.phase is Phase.ACCUMULATING:
-            self._count()
+            self.count()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         super().on_gradient(bucket, member, parameter)
-
-    def end_backward(self, buckets: Sequence[Bucket]) -> None:
-        """Let buckets start that the running backward adds no more to.
-
-        Nothing waits here: a rank that has run all its backwards starts no reduction before others
-        have come to the end of theirs.
-        """
-        if self._is_counting:
-            self.complete(buckets)
 
     def start_all(self) -> None:
         """Join the rounds of ranks that still run backwards, until none does."""
@@ -157,7 +147,7 @@ class BackwardRounds(Reducer):
         self._collected = 0
         self._is_counting = False
         for bucket in self._buckets:
-            bucket.sums.collect()
+            bucket.collect()
             bucket.reopen()
 
     def _count_unfinished(self, *, mine: bool) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from trainwright.collectives import CollectiveError, Communicator, ShardSpec
 from trainwright.sharding.data.agreement import recv_json, send_json
-from trainwright.sharding.data.held import HeldTensor, held_tensors
+from trainwright.sharding.data.held import HeldTensor, agreed_tensors, held_tensors
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.mesh import Mesh
@@ -63,13 +63,13 @@ def full_state_dict(
             it, such as where placements do not tile a parameter.
 
     Communicates:
-        Root asks for each piece that it does not hold, block by block, and is sent it: the bytes
-        of the module's weights in all, on the mesh's world.
+        One all-reduce of 8 bytes. Root asks for each piece that it does not hold, block by block,
+        and is sent it: the bytes of the module's weights in all, on the mesh's world.
     """
     mesh = parallel.mesh
     world = mesh.world
     check_transfer(world, root, block_bytes)
-    held = [item for item in held_tensors(parallel) if item.counts_on(mesh)]
+    held = [item for item in agreed_tensors(parallel) if item.counts_on(mesh)]
     if world.rank != root:
         _serve(world, root, held)
         return {}

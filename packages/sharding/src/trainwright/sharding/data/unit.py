@@ -76,11 +76,10 @@ class Unit:
         self._reducer.complete(self._trained)
 
     def end_backward(self) -> None:
-        """Say that the running backward adds no more gradient to this unit, on any rank.
+        """Say that the running backward computes with this unit no more.
 
         If it is the last one the unit's reductions start as those before them have, and the memory
-        of older ones is freed, for which this may wait. Every rank says so of the same units in the
-        same order, after it has begun every gather that another rank needs to say as much.
+        of older ones is freed, for which this may wait a little.
         """
         self._reducer.end_backward(self._trained)
 
