@@ -160,8 +160,9 @@ class DataParallel:
         buckets before it have started. Without this call everything starts in `reduce`; leave it
         out where weight gradients are written by something other than autograd's backward.
 
-        Call it on every rank of the step or on none, right before that backward: at stages 2 and 3
-        a backward waits for older reductions, which a rank that has not said so starts later.
+        At stages 2 and 3 that backward also frees the gradients of older buckets once they are
+        reduced, for which it waits for up to half a second; then they stay until `wait`. So it is
+        best said on all ranks of the step, or on none.
 
         Raises:
             LifecycleError: The gradients of this step were already reduced.
