@@ -5,6 +5,7 @@ from trainwright.sharding.placement.parameters import (
     placements_of,
     shard_spec,
 )
+from trainwright.sharding.placement.partial import PartialTensor, mark_partial, terms_of
 from trainwright.sharding.placement.replicas import check_replicated, check_replicated_parameters
 from trainwright.sharding.placement.transitions import (
     Transition,
@@ -17,6 +18,7 @@ from trainwright.sharding.placement.values import Partial, Placement, Replicate,
 __all__ = [
     "ParameterPlacement",
     "Partial",
+    "PartialTensor",
     "Placement",
     "Replicate",
     "Shard",
@@ -24,8 +26,10 @@ __all__ = [
     "apply_transition",
     "check_replicated",
     "check_replicated_parameters",
+    "mark_partial",
     "placements_of",
     "plan_redistribution",
     "redistribute",
     "shard_spec",
+    "terms_of",
 ]

@@ -16,6 +16,7 @@ from trainwright.collectives import Communicator, differentiable
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.mesh.mesh import Mesh
 from trainwright.sharding.mesh.shape import AXES
+from trainwright.sharding.placement.partial import axes_of, mark_partial, terms_of
 from trainwright.sharding.placement.values import Partial, Placement, Replicate, Shard
 
 Placements = Mapping[str, Placement]
@@ -102,7 +103,8 @@ def redistribute(
     """Take an activation from one placement to another; autograd goes the way back.
 
     Args:
-        tensor: This rank's part under ``source``.
+        tensor: This rank's part under ``source``; a `PartialTensor` is one where ``source`` says
+            so, and the result is one again on the axes where it is still partial.
         mesh: The mesh whose axes are named.
         source: As in `plan_redistribution`.
         target: As in `plan_redistribution`.
@@ -112,12 +114,14 @@ def redistribute(
         This rank's part under ``target``; the tensor itself where nothing changes.
 
     Raises:
-        ShardingError: As in `plan_redistribution`.
+        ShardingError: As in `plan_redistribution`, or ``tensor`` is marked as partial on an axis
+            where ``source`` is not.
 
     Communicates:
         One collective a transition, as `Transition.forward_collective` and `backward_collective`
         say; none on axes of size 1.
     """
+    _check_marks(tensor, source)
     for transition in plan_redistribution(source, target, gradient):
         tensor = apply_transition(tensor, transition, mesh.communicator(transition.axis))
     return tensor
@@ -126,7 +130,17 @@ def redistribute(
 def apply_transition(
     tensor: torch.Tensor, transition: Transition, comm: Communicator
 ) -> torch.Tensor:
-    """Take an activation through one transition over the communicator of its axis."""
+    """Take an activation through one transition over the communicator of its axis.
+
+    A `PartialTensor` stays one on the axes where it is not reduced.
+    """
+    marked = axes_of(tensor)
+    if marked:
+        axis = transition.axis
+        _check_marks(tensor, {other: Partial() for other in marked} | {axis: transition.source})
+        left = {*marked, axis} if transition.target == Partial() else {*marked} - {axis}
+        result = apply_transition(terms_of(tensor), transition, comm)
+        return mark_partial(result, *sorted(left, key=_position)) if left else result
     if comm.size == 1:
         return tensor
     match transition.source, transition.target:
@@ -151,6 +165,16 @@ def apply_transition(
         case Partial(), Shard(dim):
             return differentiable.partial_to_shard(tensor, comm, dim)
     return tensor
+
+
+def _check_marks(tensor: torch.Tensor, source: Placements) -> None:
+    for axis in axes_of(tensor):
+        placement = source.get(axis, Replicate())
+        if placement != Partial():
+            raise ShardingError(
+                f"the tensor is partial over {axis}, but its source there is {placement}; say "
+                f"{{{axis!r}: Partial()}}, so that it is reduced"
+            )
 
 
 def _dual(placement: Placement) -> Placement:
