@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright.collectives import LocalWorld, random
+from trainwright.collectives import LocalWorld, differentiable, random
 from trainwright.sharding import ColumnParallelLinear, RowParallelLinear, ShardingError
 from trainwright.sharding.data.testing import RecordingCommunicator
 from trainwright.sharding.tensor import (
     Cut,
     KeyValueLinear,
     SequenceSharding,
+    enter_sequence,
     join_parts,
     join_parts_for_terms,
     sum_part,
@@ -257,7 +258,8 @@ def test_only_the_gradients_that_are_wanted_are_computed_and_sent(
 
 
 @pytest.mark.parametrize("sequence", [None, SequenceSharding(0)])
-def test_second_derivatives_are_those_of_the_plain_layer(sequence):
+@pytest.mark.parametrize("enters", [False, True])
+def test_second_derivatives_are_those_of_the_plain_layer(sequence, enters):
     plain, input, _, _ = plain_run(3, 4)
     rows = input.detach().flatten(0, 1)
     whole = rows.clone().requires_grad_()
@@ -269,11 +271,17 @@ def test_second_derivatives_are_those_of_the_plain_layer(sequence):
     )
 
     def run(tp):
-        layer = ColumnParallelLinear(3, 4, tp, bias=True, sequence=sequence, **F64)
+        options = {"bias": True, "sequence": sequence, "input_is_entered": enters}
+        layer = ColumnParallelLinear(3, 4, tp, **options, **F64)
         load_plain_(layer, plain.state_dict(), mesh_of(tp))
         cut = Cut.whole(6, 2) if sequence is None else Cut.even(6, 2)
         own = cut.take(rows, 0, tp.rank).clone().requires_grad_()
-        output = layer(own)
+        hidden = own
+        if enters and sequence is None:
+            hidden = differentiable.replicate_to_partial(own, tp)
+        elif enters:
+            hidden = enter_sequence(own, tp, sequence)
+        output = layer(hidden)
         first, of_weight = torch.autograd.grad(
             output, (own, layer.weight), 3 * output.pow(2), create_graph=True
         )
