@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.mesh.mesh import Mesh
@@ -20,6 +19,14 @@ from trainwright.sharding.tensor.sequence import SequenceSharding
 from trainwright.sharding.tensor.styles import Dropout, NoDropout, Plan
 
 _RECORD = "_trainwright_parallelized"
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 @attrs.frozen(eq=False)
@@ -155,7 +162,7 @@ def _unplaced_dropouts(
             if isinstance(style, NoDropout):
                 said.add(id(getattr(each.module, style.attribute)))
     for name, inner in module.named_modules():
-        if isinstance(inner, _DropoutNd) and id(inner) not in said:
+        if isinstance(inner, _DROPOUTS) and id(inner) not in said:
             yield name, inner
 
 
