@@ -9,7 +9,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.collectives import LocalWorld, differentiable, random
-from trainwright.sharding import ColumnParallelLinear, RowParallelLinear, ShardingError
+from trainwright.sharding import (
+    ColumnParallelLinear,
+    Partial,
+    RowParallelLinear,
+    ShardingError,
+    redistribute,
+)
 from trainwright.sharding.data.testing import RecordingCommunicator
 from trainwright.sharding.tensor import (
     Cut,
@@ -331,6 +337,10 @@ def test_autocast_computes_in_its_dtype_and_gradients_keep_that_of_their_paramet
         (lambda tp: ColumnParallelLinear(2, 3, tp, cut=Cut.uneven(3, 3)), "over tp=2"),
         (lambda tp: ColumnParallelLinear(2, 3, tp, cut=Cut.whole(3, 2)), "lies on one rank"),
         (lambda tp: RowParallelLinear(3, 2, tp, cut=Cut.whole(3, 2)), "in_features is 3 over"),
+        (
+            lambda tp: RowParallelLinear(4, 2, tp, bias=True, reduce_output=False),
+            "bias would be added 2 times",
+        ),
         (lambda tp: RowParallelLinear(3, 2, tp), "in_features is 3, which tp=2 does not divide"),
         (lambda tp: KeyValueLinear(2, 4, tp, cut=Cut.whole(3, 2)), "out_features is 4 over tp=2"),
         (
@@ -347,6 +357,29 @@ def test_a_cut_that_does_not_fit_a_layer_is_refused_on_every_rank(build, message
             build(tp)
 
     LocalWorld(2).run(run)
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_terms_of_a_row_layer_are_reduced_by_the_caller_and_nothing_else_if_marked(marks):
+    def run(tp):
+        mesh = mesh_of(tp)
+        row = RowParallelLinear(4, 1, tp, reduce_output=False)
+        row.marks_terms = marks
+        nn.init.ones_(row.weight)
+        own = torch.full((3, 2), float(tp.rank + 1), requires_grad=True)
+        terms = row(own)
+        if marks:
+            with pytest.raises(ShardingError, match="partial over tp"):
+                terms + 1.0
+        total = redistribute(terms, mesh, {"tp": Partial()}, {})
+        total.sum().backward()
+        return total.tolist(), own.grad.tolist(), row.weight.grad.tolist()
+
+    results = LocalWorld(2).run(run)
+
+    assert [total for total, *_ in results] == [[[6.0]] * 3] * 2
+    assert [own for _, own, _ in results] == [[[1.0, 1.0]] * 3] * 2
+    assert [weight for *_, weight in results] == [[[3.0, 3.0]], [[6.0, 6.0]]]
 
 
 def test_a_layer_keeps_no_copy_of_the_weight_for_key_and_value_rows():

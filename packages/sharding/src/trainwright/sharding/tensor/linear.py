@@ -13,6 +13,7 @@ from torch import nn
 from trainwright.collectives import Communicator, random
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.placement.parameters import ParameterPlacement
+from trainwright.sharding.placement.partial import mark_partial
 from trainwright.sharding.placement.values import Partial
 from trainwright.sharding.tensor.cuts import Cut
 from trainwright.sharding.tensor.initial import draw_parameter_
@@ -136,17 +137,20 @@ class RowParallelLinear(nn.Module):
         bias: Whether to add a bias.
         input_is_parallel: Whether the input is this rank's part, as `ColumnParallelLinear` returns;
             otherwise it is replicated and cut here.
+        reduce_output: False returns this rank's terms of the sum, for a caller that adds others to
+            them before the reduction. Set the attribute ``marks_terms`` on the layer to debug: the
+            terms come as a `PartialTensor`, which nothing but a reduction may use.
         sequence: How the positions are cut between products; None where they are not.
         options: ``device`` and ``dtype`` of the parameters.
 
     Raises:
-        ShardingError: ``tp.size`` does not divide ``in_features``, or the cut is of another size,
-            over other ranks, or no partition.
+        ShardingError: ``tp.size`` does not divide ``in_features``, the cut is of another size,
+            over other ranks, or no partition, or terms are asked for with a bias or a sequence.
 
     Communicates:
         Forward one all-reduce of the output, or one reduce-scatter with ``sequence``, which owes
-        one all-gather backward; without ``input_is_parallel`` backward one all-gather of the
-        input's gradient. None at size 1.
+        one all-gather backward, or nothing without ``reduce_output``; without
+        ``input_is_parallel`` backward one all-gather of the input's gradient. None at size 1.
 
     Source:
         As `ColumnParallelLinear`.
@@ -163,6 +167,7 @@ class RowParallelLinear(nn.Module):
         cut: Cut | None = None,
         bias: bool = False,
         input_is_parallel: bool = True,
+        reduce_output: bool = True,
         sequence: SequenceSharding | None = None,
         **options: Unpack[TensorOptions],
     ) -> None:
@@ -171,17 +176,31 @@ class RowParallelLinear(nn.Module):
         self.out_features = out_features
         self.tp = tp
         self.cut = _checked_cut(cut, in_features, tp, "in_features")
+        if not reduce_output and (bias or sequence is not None):
+            raise ShardingError(
+                f"with reduce_output=False the bias would be added {tp.size} times and positions "
+                "cannot be cut: leave out bias and sequence, and do both after the reduction"
+            )
+        self.reduce_output = reduce_output
+        self.marks_terms = False
         self.input_is_parallel = input_is_parallel
         self.sequence = sequence
         self.weight = zeros((out_features, self.cut.numel(tp.rank)), options)
         self.bias = zeros((out_features,), options) if bias else None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map this rank's part of ``[..., I]``, or all of it if not parallel, to ``[..., O]``."""
+        """Map this rank's part of ``[..., I]``, or all of it if not parallel, to ``[..., O]``.
+
+        The output is the sum over the ranks, this rank's positions of it with ``sequence``, or this
+        rank's terms without ``reduce_output``.
+        """
         if not self.input_is_parallel:
             input = take_part(input, self.tp, self.cut, -1)
         if self.tp.size == 1:
             return F.linear(input, self.weight, self.bias)
+        if not self.reduce_output:
+            terms = F.linear(input, self.weight)
+            return mark_partial(terms, "tp") if self.marks_terms else terms
         output = multiply_rows(input, self.weight, self.tp, self.sequence)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 

@@ -193,7 +193,8 @@ class ParallelBlock(nn.Module):
         rank = self.tp.rank
         cut = self.heads.parts_by_block(rank) if by_block else self.heads.parts_by_group(rank)
         rows = self.qkv(hidden)
-        return tuple(cut.take(rows, -1, part).unflatten(-1, ends) for part in range(3))
+        parts = [cut.take(rows, -1, part) for part in range(3)]
+        return tuple(part.reshape(*part.shape[:-1], *ends) for part in parts)
 
     def _repeated(self, kv_BSKE: torch.Tensor) -> torch.Tensor:
         repeats = torch.tensor(self.heads.repeats(self.tp.rank))
