@@ -14,12 +14,14 @@ from trainwright.sharding.placement.transitions import (
     redistribute,
 )
 from trainwright.sharding.placement.values import Partial, Placement, Replicate, Shard
+from trainwright.sharding.placement.watch import ReplicaWatch
 
 __all__ = [
     "ParameterPlacement",
     "Partial",
     "PartialTensor",
     "Placement",
+    "ReplicaWatch",
     "Replicate",
     "Shard",
     "Transition",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import attrs
 import torch
 from torch import nn
 
+from trainwright.collectives import Communicator, ReduceOp
 from trainwright.sharding.errors import ReplicaMismatchError
 from trainwright.sharding.mesh.mesh import Mesh
 from trainwright.sharding.placement.parameters import ParameterPlacement, placements_of
@@ -32,27 +34,21 @@ def check_replicated(mesh: Mesh, tensors: Mapping[str, torch.Tensor], axes: Iter
             differs and the ranks of the world that disagree.
 
     Communicates:
-        One all-gather of 8 bytes a tensor along ``axes``.
+        One all-reduce of 16 bytes a tensor along ``axes``; where one differs, an all-gather of 8
+        bytes a rank.
     """
     named = tuple(axes)
     if not tensors or not named or mesh.size(*named) == 1:
         return
     comm = mesh.communicator(*named)
     mine = torch.stack([checksum(tensor) for tensor in tensors.values()]).to(comm.device)
-    gathered = torch.empty(comm.size * len(tensors), dtype=torch.int64, device=comm.device)
-    comm.all_gather(gathered, mine).wait()
-    by_rank = gathered.view(comm.size, len(tensors)).tolist()
-    ranks = mesh.ranks(*named)
-    for position, name in enumerate(tensors):
-        holders: dict[int, list[int]] = {}
-        for rank, checksums in zip(ranks, by_rank, strict=True):
-            holders.setdefault(checksums[position], []).append(rank)
-        if len(holders) > 1:
-            groups = "; ".join(f"ranks {_listed(group)}" for group in holders.values())
-            raise ReplicaMismatchError(
-                f"{name} is declared replicated on {', '.join(named)}, but these differ: {groups}. "
-                "Its gradient is missing a reduction, or it was changed outside of training"
-            )
+    found = first_difference(mine, comm)
+    if found is not None:
+        raise ReplicaMismatchError(
+            f"{list(tensors)[found.position]} is declared replicated on {', '.join(named)}, but "
+            f"these differ: {found.groups(mesh.ranks(*named))}. Its gradient is missing a "
+            "reduction, or it was changed outside of training"
+        )
 
 
 def check_replicated_parameters(
@@ -71,7 +67,7 @@ def check_replicated_parameters(
         ReplicaMismatchError: As in `check_replicated`.
 
     Communicates:
-        One all-gather for each distinct set of replicated axes.
+        As `check_replicated`, for each distinct set of replicated axes.
     """
     known = placements_of(model) if placements is None else placements
     by_axes: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
@@ -79,6 +75,46 @@ def check_replicated_parameters(
         by_axes.setdefault(known[name].replicated_axes, {})[name] = parameter
     for axes in sorted(by_axes):
         check_replicated(mesh, by_axes[axes], axes)
+
+
+@attrs.frozen
+class Difference:
+    """The first of several numbers that is not the same on all ranks.
+
+    Args:
+        position: Which it is.
+        values: What each rank has there.
+    """
+
+    position: int
+    values: tuple[int, ...]
+
+    def groups(self, ranks: Iterable[int]) -> str:
+        """Return which of ``ranks`` hold one value, and which another, as text."""
+        holders: dict[int, list[int]] = {}
+        for rank, value in zip(ranks, self.values, strict=True):
+            holders.setdefault(value, []).append(rank)
+        return "; ".join(f"ranks {_listed(group)}" for group in holders.values())
+
+
+def first_difference(numbers: torch.Tensor, comm: Communicator) -> Difference | None:
+    """Return the first of the int64 ``numbers`` that is not the same on all ranks, None if all are.
+
+    Its memory does not grow with the number of ranks unless they differ. Waits for the result.
+
+    Communicates:
+        One all-reduce of 16 bytes a number; where one differs, an all-gather of 8 bytes a rank.
+    """
+    count = numbers.numel()
+    # The complement turns the order round, so that one maximum gives both ends.
+    both = torch.cat([numbers, ~numbers])
+    comm.all_reduce(both, ReduceOp.MAX).wait()
+    at: list[int] = (both[:count] != ~both[count:]).nonzero()[:1].flatten().tolist()
+    if not at:
+        return None
+    values = numbers.new_empty(comm.size)
+    comm.all_gather(values, numbers[at[0] : at[0] + 1].clone()).wait()
+    return Difference(at[0], tuple(values.tolist()))
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
