@@ -4,25 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
 import torch
 
-from trainwright.collectives import Communicator
+from trainwright.collectives import Communicator, Work
 from trainwright.sharding.tensor.parts import pad_to
 
-Pending = Callable[[], torch.Tensor]
-"""Waits for the operation and returns its result; called once."""
+
+@attrs.frozen(eq=False)
+class Pending:
+    """An operation under way.
+
+    Args:
+        work: What was started.
+        buffers: What it reads and writes, held until it is over.
+        result: Makes the result of the buffers.
+    """
+
+    work: Work
+    buffers: tuple[torch.Tensor, ...]
+    result: Callable[[], torch.Tensor]
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the operation and return its result."""
+        self.work.wait()
+        return self.result()
 
 
 def start_sum(terms: torch.Tensor, comm: Communicator) -> Pending:
     """Start to sum a tensor over the ranks, in place."""
-    terms = terms.contiguous()
-    work = comm.all_reduce(terms)
-
-    def finish() -> torch.Tensor:
-        work.wait()
-        return terms
-
-    return finish
+    total = terms.contiguous()
+    return Pending(comm.all_reduce(total), (total,), lambda: total)
 
 
 def start_gather(part: torch.Tensor, comm: Communicator, dim: int, length: int) -> Pending:
@@ -31,17 +43,15 @@ def start_gather(part: torch.Tensor, comm: Communicator, dim: int, length: int) 
     padded = pad_to(part.detach(), dim, most).contiguous()
     rows, *rest = padded.shape
     stacked = padded.new_empty((comm.size * rows, *rest))
-    work = comm.all_gather(stacked, padded)
 
-    def finish() -> torch.Tensor:
-        work.wait()
+    def whole() -> torch.Tensor:
         if dim == 0:
             return stacked.narrow(0, 0, length)
         by_rank = stacked.view(comm.size, *padded.shape).movedim(0, dim)
         shape = (*padded.shape[:dim], comm.size * most, *padded.shape[dim + 1 :])
         return by_rank.reshape(shape).narrow(dim, 0, length)
 
-    return finish
+    return Pending(comm.all_gather(stacked, padded), (stacked, padded), whole)
 
 
 def start_sum_of_parts(terms: torch.Tensor, comm: Communicator, dim: int) -> Pending:
@@ -54,9 +64,4 @@ def start_sum_of_parts(terms: torch.Tensor, comm: Communicator, dim: int) -> Pen
     parts = padded.reshape(shape).movedim(dim, 0).contiguous()
     kept = parts.new_empty(parts.shape[1:])
     work = comm.reduce_scatter(kept, parts.flatten(0, 1))
-
-    def finish() -> torch.Tensor:
-        work.wait()
-        return kept.narrow(dim, 0, own)
-
-    return finish
+    return Pending(work, (kept, parts), lambda: kept.narrow(dim, 0, own))

@@ -148,7 +148,7 @@ class _GatheredProduct(torch.autograd.Function):
         sequence: SequenceSharding,
         length: int,
     ) -> torch.Tensor:
-        whole = start_gather(part, tp, sequence.dim, length)()
+        whole = start_gather(part, tp, sequence.dim, length).finish()
         ctx.save_for_backward(whole if sequence.keeps_whole else part, weight)
         ctx.tp = tp
         ctx.sequence = sequence
@@ -167,7 +167,7 @@ class _GatheredProduct(torch.autograd.Function):
         summing = None
         if ctx.needs_input_grad[0]:
             summing = start_sum_of_parts(gradient @ weight, ctx.tp, sequence.dim)
-        whole = kept if gathering is None else gathering()
+        whole = kept if gathering is None else gathering.finish()
         own = _weight_gradients(ctx, gradient, whole)
         return _finished(summing), *own, None, None, None
 
@@ -196,9 +196,10 @@ class _EnteredProduct(torch.autograd.Function):
             sequence = SequenceSharding(regather.dim, True, regather.length)
             whole = enter_sequence(part, regather.comm, sequence)
             return *_differentiable_gradients(ctx, gradient, whole, weight), None, None
-        gathering = regather.start(part) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[1]:
+            regather.start(part)
         given = gradient @ weight if ctx.needs_input_grad[0] else None
-        whole = part if gathering is None else gathering()
+        whole = regather.take() if ctx.needs_input_grad[1] else part
         return given, *_weight_gradients(ctx, gradient, whole), None, None
 
 
@@ -245,7 +246,7 @@ def _to_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finished(pending: Pending | None) -> torch.Tensor | None:
-    return None if pending is None else pending()
+    return None if pending is None else pending.finish()
 
 
 def _as_autocast(

@@ -161,23 +161,21 @@ class Regather:
         self.length = length
         self.users = 0
         self._served = 0
+        self._pending: Pending | None = None
         self._whole: torch.Tensor | None = None
 
-    def start(self, part: torch.Tensor) -> Pending:
-        """Start to gather, or find what another product has gathered already."""
-        if self._whole is not None:
-            return self._finish
-        gathering = start_gather(part, self.comm, self.dim, self.length)
+    def start(self, part: torch.Tensor) -> None:
+        """Start to gather, unless another product of this backward has done it."""
+        if self._pending is None and self._whole is None:
+            self._pending = start_gather(part, self.comm, self.dim, self.length)
 
-        def finish() -> torch.Tensor:
-            self._whole = gathering()
-            return self._finish()
-
-        return finish
-
-    def _finish(self) -> torch.Tensor:
+    def take(self) -> torch.Tensor:
+        """Return what was gathered, once for each product that has called ``start``."""
+        if self._pending is not None:
+            self._whole = self._pending.finish()
+            self._pending = None
         whole = self._whole
-        assert whole is not None, "it is gathered before it is asked for"
+        assert whole is not None, "a product starts to gather before it takes"
         self._served += 1
         if self._served >= self.users:
             # The last product of this backward; another backward gathers again.
