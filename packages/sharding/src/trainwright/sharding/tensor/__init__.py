@@ -11,7 +11,15 @@ from trainwright.sharding.tensor.heads import HeadLayout
 from trainwright.sharding.tensor.initial import draw_parameter_
 from trainwright.sharding.tensor.key_value import KeyValueLinear
 from trainwright.sharding.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from trainwright.sharding.tensor.parallelize import parallelize, unparallelize
 from trainwright.sharding.tensor.parts import join_parts, join_parts_for_terms, sum_part, take_part
+from trainwright.sharding.tensor.plans import (
+    gpt2_plan,
+    llama_plan,
+    mistral_plan,
+    plan_of,
+    qwen_plan,
+)
 from trainwright.sharding.tensor.replicated import place_partial_, unplace_partial_
 from trainwright.sharding.tensor.sequence import (
     SequenceSharding,
@@ -20,33 +28,72 @@ from trainwright.sharding.tensor.sequence import (
     leave_sequence,
     split_sequence,
 )
+from trainwright.sharding.tensor.styles import (
+    Column,
+    Dropout,
+    Enter,
+    HeadNorm,
+    JoinSequence,
+    KeyValue,
+    NoDropout,
+    Norm,
+    Plan,
+    Row,
+    SetAttribute,
+    SplitSequence,
+    Style,
+    Vocab,
+    Whole,
+)
 
 __all__ = [
+    "Column",
     "ColumnParallelLinear",
     "Cut",
+    "Dropout",
     "DropoutPlace",
+    "Enter",
     "HeadLayout",
     "HeadLoss",
+    "HeadNorm",
+    "JoinSequence",
+    "KeyValue",
     "KeyValueLinear",
+    "NoDropout",
+    "Norm",
     "PlacedDropout",
+    "Plan",
+    "Row",
     "RowParallelLinear",
     "SequenceSharding",
+    "SetAttribute",
     "ShardedDim",
+    "SplitSequence",
+    "Style",
+    "Vocab",
     "VocabParallelEmbedding",
+    "Whole",
     "check_indices",
     "draw_parameter_",
     "enter_sequence",
     "gather_sequence",
+    "gpt2_plan",
     "join_parts",
     "join_parts_for_terms",
     "leave_sequence",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",
+    "llama_plan",
     "local_heads",
+    "mistral_plan",
+    "parallelize",
     "place_partial_",
+    "plan_of",
+    "qwen_plan",
     "split_sequence",
     "sum_part",
     "take_part",
+    "unparallelize",
     "unplace_partial_",
     "vocab_parallel_cross_entropy",
 ]
