@@ -23,14 +23,16 @@ from trainwright.sharding import (
 )
 from trainwright.sharding.data import (
     ShardPolicy,
+    by_class,
     data_parallel,
     full_state_dict,
     parameter_groups,
+    seeded_reset,
 )
 from trainwright.sharding.tensor.cuts import Cut
 from trainwright.sharding.tensor.dropout import DropoutPlace
 from trainwright.sharding.tensor.heads import HeadLayout
-from trainwright.sharding.tensor.parallelize import parallelize, unparallelize
+from trainwright.sharding.tensor.parallelize import cut_initializer, parallelize, unparallelize
 from trainwright.sharding.tensor.plans import gpt2_plan, llama_plan, plan_of
 from trainwright.sharding.tensor.sequence import SequenceSharding
 from trainwright.sharding.tensor.styles import (
@@ -207,6 +209,11 @@ def on_two_ranks(said, module=None, **options):
         ({"norm": ()}, None, ["'norm' has no style"]),
         ({"norm": "colwise"}, None, ["is no style", "HeadNorm"]),
         ({"layers.*.mlp.gate": None}, None, ["layers.0.mlp.gate", "weight, bias", "HeadNorm()"]),
+        (
+            {"layers.*.mlp": None, "layers.*.mlp.up": (Enter(), Column(Cut.uneven(6, 2)))},
+            None,
+            ["layers.0.mlp", "scale", "Whole() (never)"],
+        ),
         ({"layers.*.mlp": Enter()}, None, ["layers.0.mlp", "scale", "HeadNorm()"]),
         ({"layers.*.norm": None}, PARTS, ["layers.0.norm", "Norm() (where sequences are cut)"]),
         ({"layers.0": None}, PARTS, ["SplitSequence() of exactly one module", "of 0"]),
@@ -388,6 +395,43 @@ def test_ones_as_gradients_have_the_root_of_the_number_of_parameters_as_norm(ran
         return float(one_norm(mesh, pieces).norm)
 
     assert LocalWorld(ranks).run(norm) == pytest.approx([count**0.5] * ranks, rel=1e-14)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_cut_on_the_meta_device_begins_as_the_plain_one(stage):
+    def run(comm, layout):
+        mesh = Mesh(comm, MeshShape.parse(layout))
+        module = model().to("meta")
+        initialize = seeded_reset(3)
+        if mesh.size("tp") > 1:
+            parallelize(module, plan(mesh.size("tp")), mesh, sequence=PARTS)
+            initialize = cut_initializer(module, seeded_reset(3))
+
+        def with_scales(name, inner):
+            if isinstance(inner, Gated):
+                torch.nn.init.ones_(inner.scale)
+            else:
+                initialize(name, inner)
+
+        policy = ShardPolicy(stage=stage, units=by_class(Layer))
+        parallel = data_parallel(module, mesh, policy, initialize=with_scales)
+        return full_state_dict(parallel)
+
+    wanted = LocalWorld(1).run(run, "dp=1")[0]
+    found = LocalWorld(4).run(run, "dp=2,tp=2")[0]
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_an_initializer_that_leaves_a_parameter_out_is_refused():
+    module = parallelize(model().to("meta"), plan(1), mesh_of(SingleCommunicator()))
+    initialize = cut_initializer(module, lambda name, inner: nn.init.ones_(inner.weight))
+    module.layers[0].mlp.up.to_empty(device="cpu")
+    with pytest.raises(ShardingError, match=r"layers\.0\.mlp\.up\.bias was not written"):
+        initialize("layers.0.mlp.up", module.layers[0].mlp.up)
+    with pytest.raises(ShardingError, match="is not parallelized"):
+        cut_initializer(module.layers, seeded_reset(0))
 
 
 class Attention(nn.Module):

@@ -11,7 +11,7 @@ from trainwright.sharding.tensor.heads import HeadLayout
 from trainwright.sharding.tensor.initial import draw_parameter_
 from trainwright.sharding.tensor.key_value import KeyValueLinear
 from trainwright.sharding.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from trainwright.sharding.tensor.parallelize import parallelize, unparallelize
+from trainwright.sharding.tensor.parallelize import cut_initializer, parallelize, unparallelize
 from trainwright.sharding.tensor.parts import join_parts, join_parts_for_terms, sum_part, take_part
 from trainwright.sharding.tensor.plans import (
     gpt2_plan,
@@ -74,6 +74,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "Whole",
     "check_indices",
+    "cut_initializer",
     "draw_parameter_",
     "enter_sequence",
     "gather_sequence",

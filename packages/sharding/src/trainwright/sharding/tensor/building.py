@@ -201,7 +201,7 @@ def _check_kind(each: Match, kind: type[nn.Module], style: Style) -> None:
     if not issubclass(found, kind) or found.forward is not kind.forward:
         raise ShardingError(
             f"{each.name} is a {found.__name__}, but {type(style).__name__} replaces modules that "
-            f"compute what nn.{kind.__name__} does"
+            f"compute what nn.{kind.__name__} does; leave it out of the plan to keep it whole"
         )
 
 

@@ -93,6 +93,33 @@ class Replacement:
         for parent, key in self.parents:
             setattr(parent, key, self.layer)
 
+    def initialize(self, initializer: Callable[[str, nn.Module], None]) -> None:
+        """Let the plain module be initialised at full size, and keep the layer's part of it.
+
+        Raises:
+            ShardingError: A parameter was not written.
+        """
+        layer = dict(self.layer.named_parameters(recurse=False))
+        held = {key: self.plain.get_parameter(key) for key in layer}
+        try:
+            for key, part in layer.items():
+                whole = torch.empty_like(held[key], device=part.device, dtype=part.dtype)
+                setattr(self.plain, key, nn.Parameter(whole, part.requires_grad))
+            before = {key: self.plain.get_parameter(key)._version for key in layer}
+            with torch.no_grad():
+                initializer(self.name, self.plain)
+                for key, part in layer.items():
+                    whole = self.plain.get_parameter(key)
+                    if whole._version == before[key]:
+                        raise ShardingError(
+                            f"{self.name}.{key} was not written by the initializer of a "
+                            f"{type(self.plain).__name__}; write every parameter in place"
+                        )
+                    part.copy_(self._part(key, whole))
+        finally:
+            for key, meta in held.items():
+                setattr(self.plain, key, meta)
+
     def check_undo(self) -> None:
         """Raise where the layer was replaced, or a parameter does not have its part's size."""
         for parent, key in self.parents:

@@ -54,7 +54,8 @@ class _Plain:
         if not is_transposed and not is_linear:
             raise ShardingError(
                 f"{each.name} is a {type(module).__name__}, but {type(style).__name__} replaces "
-                "modules that compute what nn.Linear or GPT-2's Conv1D does"
+                "modules that compute what nn.Linear or GPT-2's Conv1D does; leave it out of the "
+                "plan to keep it whole"
             )
         weight = module.get_parameter("weight")
         rows, columns = weight.shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 from torch import nn
@@ -17,6 +17,9 @@ from trainwright.sharding.tensor.plan import Match, check_plan, entered_modules,
 from trainwright.sharding.tensor.regions import Residual
 from trainwright.sharding.tensor.sequence import SequenceSharding
 from trainwright.sharding.tensor.styles import Dropout, NoDropout, Plan
+
+Initializer = Callable[[str, nn.Module], None]
+"""Writes every direct parameter and buffer of the module with this name, in place."""
 
 _RECORD = "_trainwright_parallelized"
 _DROPOUTS = (
@@ -116,12 +119,7 @@ def unparallelize(module: nn.Module, mesh: Mesh) -> nn.Module:
     Communicates:
         One all-gather of each cut parameter. None at size 1 or on the meta device.
     """
-    record = vars(module).get(_RECORD)
-    if not isinstance(record, _Record):
-        raise ShardingError(
-            f"this {type(module).__name__} is not parallelized; give the module that was given to "
-            "parallelize()"
-        )
+    record = _record_of(module)
     if mesh.size("tp") != record.ranks:
         raise ShardingError(
             f"the module is cut over tp={record.ranks}, the mesh has tp={mesh.size('tp')}"
@@ -133,6 +131,46 @@ def unparallelize(module: nn.Module, mesh: Mesh) -> nn.Module:
         change.undo(shared)
     delattr(module, _RECORD)
     return module
+
+
+def cut_initializer(module: nn.Module, initialize: Initializer) -> Initializer:
+    """Return an initializer of a cut module from one of the plain module.
+
+    Layers get their parts of what the plain modules would begin with, the same in every layout: one
+    plain module at a time is whole. For ``data_parallel(module, ..., initialize=...)`` of a module
+    that was cut on the meta device, and for `materialize`.
+
+    Args:
+        module: What was given to `parallelize`.
+        initialize: Writes every direct parameter of the plain module of that name in place, the
+            same on every rank, for instance ``seeded_reset(seed)``.
+
+    Raises:
+        ShardingError: The module is not parallelized; when called, a parameter was not written.
+    """
+    replaced = {
+        id(change.layer): change
+        for change in _record_of(module).changes
+        if isinstance(change, Replacement)
+    }
+
+    def initialize_part(name: str, inner: nn.Module) -> None:
+        if id(inner) in replaced:
+            replaced[id(inner)].initialize(initialize)
+        else:
+            initialize(name, inner)
+
+    return initialize_part
+
+
+def _record_of(module: nn.Module) -> _Record:
+    record = vars(module).get(_RECORD)
+    if not isinstance(record, _Record):
+        raise ShardingError(
+            f"this {type(module).__name__} is not parallelized; give the module that was given to "
+            "parallelize()"
+        )
+    return record
 
 
 def _check_is_plain(module: nn.Module) -> None:

@@ -178,11 +178,12 @@ def _check_all_spoken_for(
 ) -> None:
     """Raise where a parameter's gradient could be a term of a sum and the plan does not say.
 
-    Inside a module with `Enter` each rank does another part of the work, and where sequences are
-    cut each rank sees other positions: a parameter that nobody speaks for would keep its rank's
-    term of the gradient, in silence.
+    Inside a module with `Enter`, or beside a layer whose outputs are cut, each rank does another
+    part of the work, and where sequences are cut each rank sees other positions: a parameter that
+    nobody speaks for would keep its rank's term of the gradient, in silence.
     """
     spoken = {id(each.module) for each in matches if each.has(*_SPEAKING)}
+    entered = {**_beside_columns(module, matches), **entered}
     for name, inner in module.named_modules():
         own = [key for key, _ in inner.named_parameters(recurse=False)]
         if not own or id(inner) in spoken or hasattr(inner, "parameter_placements"):
@@ -198,6 +199,19 @@ def _check_all_spoken_for(
             f"{where}, but the plan does not say whether its gradient must be summed: give it "
             "HeadNorm() (always), Norm() (where sequences are cut) or Whole() (never)"
         )
+
+
+def _beside_columns(module: nn.Module, matches: Iterable[Match]) -> dict[int, str]:
+    """Return, by id, the modules around a layer whose outputs are cut, and those inside of them."""
+    found: dict[int, str] = {}
+    for each in matches:
+        cut: list[Style] = [s for s in each.styles if isinstance(s, KeyValue)]
+        cut += [s for s in each.styles if isinstance(s, Column) and not s.gather_output]
+        around = each.name.rpartition(".")[0]
+        if cut and around and not any(isinstance(s, Column) and s.entered for s in cut):
+            for inner in module.get_submodule(around).modules():
+                found.setdefault(id(inner), around)
+    return found
 
 
 def _styles_of(pattern: str, said: Style | Iterable[Style]) -> tuple[Style, ...]:

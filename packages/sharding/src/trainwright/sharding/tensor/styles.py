@@ -142,8 +142,8 @@ class HeadNorm:
 class Whole:
     """A module that every rank computes whole, on equal inputs: its gradients are equal.
 
-    It changes nothing. A plan must say it of parameters inside a module with `Enter` and, where
-    sequences are cut, of all that no other style speaks for.
+    It changes nothing. A plan must say it of parameters inside a module with `Enter`, beside a
+    layer whose outputs are cut and, where sequences are cut, of all that no other style speaks for.
     """
 
 
