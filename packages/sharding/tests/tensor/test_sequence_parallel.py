@@ -299,6 +299,21 @@ def test_what_is_computed_from_a_gathered_input_is_kept_for_itself(kind):
     assert LocalWorld(2).run(run) == [[[6.0, 6.0]]] * 2
 
 
+@pytest.mark.parametrize("changed", ["part", "whole"])
+def test_what_is_changed_in_place_after_it_was_gathered_is_kept_as_it_was_multiplied(changed):
+    def run(tp):
+        sequence = SequenceSharding(0)
+        layer = ColumnParallelLinear(2, 2, tp, sequence=sequence, input_is_entered=True)
+        part = torch.ones(1, 2, requires_grad=True) * 1.0
+        hidden = enter_sequence(part, tp, sequence)
+        {"part": part, "whole": hidden}[changed].mul_(5.0)
+        layer(hidden).sum().backward()
+        return layer.weight.grad.tolist()
+
+    factor = 5.0 if changed == "whole" else 1.0
+    assert LocalWorld(2).run(run) == [[[2 * factor, 2 * factor]]] * 2
+
+
 @both_kinds
 @pytest.mark.parametrize("enters", [False, True])
 def test_recomputed_blocks_have_the_same_gradients(kind, enters):

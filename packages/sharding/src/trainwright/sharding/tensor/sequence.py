@@ -128,7 +128,9 @@ def enter_sequence(
         whole = join_parts_for_terms(part, tp, cut, sequence.dim)
     if torch.is_grad_enabled() and not sequence.keeps_whole:
         # On this very tensor only: whatever is computed from it has to be kept for itself.
-        cast(Any, whole).entrance = Entrance(part, Regather(tp, sequence.dim, length))
+        versions = (part._version, whole._version)
+        regather = Regather(tp, sequence.dim, length)
+        cast(Any, whole).entrance = Entrance(part, regather, versions)
     return whole
 
 
@@ -191,13 +193,18 @@ class Entrance:
     Args:
         part: This rank's positions.
         regather: Shared by the products of one gathered tensor.
+        versions: Of the part and of the gathered tensor when one was made of the other.
     """
 
     part: torch.Tensor
     regather: Regather
+    versions: tuple[int, int]
 
 
 def entrance_of(whole: torch.Tensor) -> Entrance | None:
     """Return what a tensor was gathered from, None where it is to be kept itself."""
     found = getattr(whole, "entrance", None)
-    return found if isinstance(found, Entrance) else None
+    if not isinstance(found, Entrance):
+        return None
+    # Changed in place since, it is not what gathering the part again would give.
+    return found if found.versions == (found.part._version, whole._version) else None
