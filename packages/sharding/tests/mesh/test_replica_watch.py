@@ -137,6 +137,20 @@ def test_a_replica_that_drifted_is_named_before_its_output() -> None:
     assert all(text.startswith("norm.bias is declared replicated on tp") for text in watched(drift))
 
 
+def test_what_differs_first_is_named_whatever_axes_it_is_replicated_on() -> None:
+    def run(world: Communicator) -> str:
+        mesh = Mesh(world, MeshShape(dp=2, tp=2))
+        model = nn.Sequential(ByRank(mesh.coordinate("tp")), nn.LayerNorm(4))
+        with torch.no_grad():
+            model[1].weight += world.rank  # on dp and tp, but used after the dropout
+        with pytest.raises(ReplicaMismatchError) as caught:
+            with ReplicaWatch(model, mesh, axes=["dp", "tp"], outputs={"0": ["tp"]}):
+                model(rows())
+        return str(caught.value)
+
+    assert all(text.startswith("output of 0 is") for text in LocalWorld(4).run(run))
+
+
 def test_a_gradient_that_should_have_been_declared_partial_is_named() -> None:
     def run(world: Communicator, gradient: dict[str, Partial]) -> str:
         mesh = Mesh(world, MeshShape(tp=2))

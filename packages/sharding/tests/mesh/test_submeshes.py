@@ -87,6 +87,17 @@ def test_a_whole_stage_keeps_its_expert_view_and_a_part_of_one_has_none() -> Non
     assert found == [(attrs.evolve(shape, pp=1), True, MeshShape(pp=2, tp=2), True)] * 8
 
 
+def test_replicas_of_experts_are_the_data_and_context_ranks_that_a_part_keeps() -> None:
+    def run(world: Communicator) -> list[list[int]]:
+        mesh = Mesh(world, MeshShape(dp=2, cp=2, tp=2))
+        part = mesh.submesh("dp", "cp")
+        return [gathered(part.communicator(axis), mesh.rank) for axis in ("edp", "etp")]
+
+    found = LocalWorld(8).run(run)
+
+    assert found == [[[rank % 2 + 2 * i for i in range(4)], [rank]] for rank in range(8)]
+
+
 def test_the_parts_of_a_split_dp_can_be_kept_alone_or_together() -> None:
     shape = MeshShape(dp=4, dp_shard=2, tp=2)
 
