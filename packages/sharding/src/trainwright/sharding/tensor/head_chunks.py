@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import attrs
 import torch
 
+# With what else a chunk needs, a ninth of the logits stays below an eighth of their bytes. Fewer
+# tokens than the least make slow products, and their logits are few.
+_PARTS = 9
 _FEWEST_TOKENS = 64
 
 
@@ -21,7 +24,7 @@ class Head:
         weight_VD: This rank's rows, padding included.
         bias_V: This rank's part, padding included, or None.
         count: How many of the rows are not padding; the others are left out of the product.
-        chunk_tokens: How many tokens make a chunk; None: an eighth of them, at least 64.
+        chunk_tokens: How many tokens make a chunk; None: about a ninth of them, at least 64.
     """
 
     hidden_TD: torch.Tensor
@@ -33,7 +36,7 @@ class Head:
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the rows of each chunk and its logits, which are overwritten by the next."""
         tokens = len(self.hidden_TD)
-        step = self.chunk_tokens or max(_FEWEST_TOKENS, -(-tokens // 8))
+        step = self.chunk_tokens or max(_FEWEST_TOKENS, -(-tokens // (8 * _PARTS)) * 8)
         space_TV = self.hidden_TD.new_empty(min(step, tokens), self.count)
         weight_DV = self.weight_VD[: self.count].t()
         for start in range(0, tokens, step):

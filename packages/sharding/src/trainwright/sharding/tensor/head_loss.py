@@ -30,7 +30,7 @@ class HeadLoss:
             `torch.nn.functional.cross_entropy`.
         z_loss: The factor z of the square of the log-sum-exp.
         chunk_tokens: How many tokens' logits exist at once where the loss computes them itself;
-            the same on every rank. None: an eighth of the tokens, at least 64.
+            the same on every rank. None: about a ninth of the tokens, at least 64.
 
     Raises:
         ShardingError: A number is out of range.

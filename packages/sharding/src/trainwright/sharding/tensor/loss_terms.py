@@ -16,7 +16,7 @@ from trainwright.sharding.tensor.local_indices import LocalIndices
 
 # A block of rows is read, subtracted, exponentiated and summed while it is in the cache of a
 # processor; an accelerator wants fewer and larger ones.
-_BLOCK_ON_HOST = 1 << 17
+_BLOCK_ON_HOST = 1 << 18
 _BLOCK_ELSEWHERE = 1 << 24
 
 
