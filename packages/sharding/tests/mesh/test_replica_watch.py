@@ -127,6 +127,7 @@ def test_a_missing_sum_of_an_activations_gradient_is_named_before_what_it_spoils
     told = watched(forget)
 
     assert all(text.startswith("the gradient of output of norm is declared") for text in told)
+    assert all("name the module in partial_gradients" in text for text in told)
 
 
 def test_a_replica_that_drifted_is_named_before_its_output() -> None:
@@ -169,7 +170,7 @@ def test_a_gradient_that_should_have_been_declared_partial_is_named() -> None:
     forgotten = LocalWorld(2).run(run, {})
 
     assert all(text.startswith("the gradient of ") for text in forgotten)
-    assert all("tp" in text for text in forgotten)
+    assert all("gradient={axis: Partial()}" in text for text in forgotten)
     assert LocalWorld(2).run(run, {"tp": Partial()}) == ["equal"] * 2
 
 
@@ -260,6 +261,12 @@ def test_a_block_can_be_checked_midway_and_watched_again() -> None:
         with watch:
             block(rows())
             watch.check()
+            with torch.no_grad():
+                block.down.bias += world.rank  # as a wrong optimizer step would
+            with pytest.raises(ReplicaMismatchError, match=r"^down\.bias"):
+                watch.check()
+            with torch.no_grad():
+                block.down.bias.zero_()
             block(rows())
         with torch.no_grad():
             block.norm.weight += world.rank

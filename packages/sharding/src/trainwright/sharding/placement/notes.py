@@ -18,6 +18,7 @@ from trainwright.sharding.placement.replicas import checksum, first_difference
 class _Note:
     number: int
     label: str
+    advice: str
     value: torch.Tensor
 
 
@@ -34,12 +35,19 @@ class Notes:
         self._count = 0
         self._is_open = True
 
-    def add(self, label: str, tensor: torch.Tensor, axes: tuple[str, ...]) -> None:
-        """Note the checksum of a tensor; nothing is sent, and no device waited for."""
+    def add(self, label: str, tensor: torch.Tensor, axes: tuple[str, ...], advice: str) -> None:
+        """Note the checksum of a tensor; nothing is sent, and no device waited for.
+
+        Args:
+            label: What the tensor is.
+            tensor: It may change afterwards.
+            axes: Where it should be the same.
+            advice: What to say where it is not.
+        """
         if self._is_open and self._mesh.size(*axes) > 1:
             self._count += 1
             found = self._by_axes.setdefault(axes, [])
-            found.append(_Note(self._count, label, checksum(tensor)))
+            found.append(_Note(self._count, label, advice, checksum(tensor)))
 
     def close(self) -> None:
         """Take no more notes, as a graph may run backward later than wanted."""
@@ -72,7 +80,7 @@ class Notes:
                 note.number,
                 f"{note.label} is declared replicated on {along}, but these differ: "
                 f"{found.groups(self._mesh.ranks(*axes))}. It is the first of {len(notes)} tensors "
-                "that does: what computes it misses a reduction or draws numbers by rank",
+                f"that does: {note.advice}",
             )
         elif not is_same:
             here = notes[shared].label if shared < len(notes) else "nothing"

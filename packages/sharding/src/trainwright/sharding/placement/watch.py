@@ -23,6 +23,17 @@ from trainwright.sharding.placement.values import Replicate
 Declared = Mapping[str, Iterable[str]]
 """Axes by the pattern of a module's name."""
 
+_OF_VALUE = "what computes it misses a reduction, or draws other numbers on other ranks"
+_OF_GRADIENT = (
+    "work of which each rank does a part was entered without summing the gradients; where that is "
+    "done later, name the module in partial_gradients"
+)
+_OF_PARAMETER = "its gradient is missing a reduction, or it was changed outside of training"
+_OF_PARAMETER_GRADIENT = (
+    "each rank has other terms of it; place the parameter with gradient={axis: Partial()}, so that "
+    "they are summed"
+)
+
 
 class ReplicaWatch:
     """Compares activations, gradients and parameters that are declared replicated, as they arise.
@@ -38,8 +49,8 @@ class ReplicaWatch:
         axes: The axes on which parameters are compared, and their raw gradients where these are
             not `Partial`.
         outputs: By pattern of a module's name (``*`` stands for part of one dotted level), the axes
-            on which what it returns is replicated, as after a reduction. The gradient of what is
-            returned is then replicated too, but for ``partial_gradients``.
+            on which what it and its forward hooks return is replicated, as after a reduction. The
+            gradient of that is then replicated too, but for ``partial_gradients``.
         inputs: Likewise for what a module is given.
         partial_gradients: Patterns of modules whose output goes on into work of which each rank
             does another part, so that its gradient there is `Partial`.
@@ -112,6 +123,7 @@ class ReplicaWatch:
         """
         for parameter in self._parameters.values():
             self._note_parameter(parameter)
+            parameter.is_noted = False
         self._notes.compare(self._sets_of_axes())
 
     def _sets_of_axes(self) -> list[tuple[str, ...]]:
@@ -123,7 +135,8 @@ class ReplicaWatch:
 
     def _hook_gradient(self, watched: _Watched) -> None:
         if watched.gradient_axes and watched.parameter.requires_grad:
-            note = self._noting(f"the gradient of {watched.name}", watched.gradient_axes)
+            label = f"the gradient of {watched.name}"
+            note = self._noting(label, watched.gradient_axes, _OF_PARAMETER_GRADIENT)
             self._handles.append(_hook(watched.parameter, note))
 
     def _hook_module(self, name: str, module: nn.Module) -> None:
@@ -143,25 +156,27 @@ class ReplicaWatch:
                 axes = self._outputs[name]
                 self._note(label, tensor, axes)
                 if tensor.requires_grad and name not in self._partial:
-                    _hook(tensor, self._noting(f"the gradient of {label}", axes))
+                    _hook(tensor, self._noting(f"the gradient of {label}", axes, _OF_GRADIENT))
 
         if own or name in self._inputs:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if name in self._outputs:
             self._handles.append(module.register_forward_hook(after))
 
-    def _noting(self, label: str, axes: tuple[str, ...]) -> Callable[[torch.Tensor], None]:
+    def _noting(
+        self, label: str, axes: tuple[str, ...], advice: str
+    ) -> Callable[[torch.Tensor], None]:
         notes = self._notes
 
         def note(gradient: torch.Tensor) -> None:
-            notes.add(label, gradient, axes)
+            notes.add(label, gradient, axes, advice)
 
         return note
 
     def _note_parameter(self, watched: _Watched) -> None:
         if not watched.is_noted and watched.axes and _is_here(watched.parameter):
             watched.is_noted = True
-            self._notes.add(watched.name, watched.parameter, watched.axes)
+            self._notes.add(watched.name, watched.parameter, watched.axes, _OF_PARAMETER)
 
     def _note(self, label: str, tensor: torch.Tensor, axes: tuple[str, ...]) -> None:
         partial = [axis for axis in axes_of(tensor) if axis in axes]
@@ -170,7 +185,7 @@ class ReplicaWatch:
                 f"{label} is declared replicated on {', '.join(partial)} but is partial there; "
                 "reduce it, with redistribute(), or leave it out of the declaration"
             )
-        self._notes.add(label, tensor, axes)
+        self._notes.add(label, tensor, axes, _OF_VALUE)
 
 
 @attrs.define(eq=False)
