@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 PROJECTS = [ROOT / "packages" / name for name in PACKAGES] + [ROOT / "integration"]
 WORK = ROOT / ".nox"
-TOOLS = ["hatchling>=1.25", "mypy>=1.13", "ruff>=0.8"]
+TOOLS = ["hatchling>=1.25", "mypy>=1.13", "pytest-xdist>=3.6", "ruff>=0.8"]
 DEADLINE_S = {"tests": 600, "integration": 1500, "long": 5000}
 SECONDS: list[tuple[str, float]] = []
 BUILT: dict[Path, Path] = {}
@@ -93,6 +93,11 @@ def kept_torch() -> Path | None:
     major, minor = metadata.version("torch").split(".")[:2]
     found = Path(str(metadata.distribution("torch").locate_file("")))
     return found if (int(major), int(minor)) >= (2, 13) else None
+
+
+def workers() -> list[str]:
+    """Return the options that run tests in as many processes as there are cores, up to four."""
+    return ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "worksteal"]
 
 
 def pytest(session: nox.Session, kind: str, *arguments: str) -> None:

@@ -202,7 +202,7 @@ def test_further_settings_of_fsdp_are_fields_of_the_policy(
         {"forward_prefetch": False},
         {"device_mesh": DeviceMesh((4,))},
     ],
-    ids=str,
+    ids=lambda settings: next(iter(settings)),
 )
 def test_what_has_no_counterpart_is_noted_by_name(settings: dict[str, Any]) -> None:
     (name,) = settings
