@@ -1,5 +1,6 @@
 """A head whose logits exist a chunk of tokens at a time computes what head and loss do."""
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from trainwright.sharding.tensor import (
     vocab_parallel_cross_entropy,
 )
 from trainwright.sharding.tensor.cuts import Cut
+from trainwright.sharding.tensor.sequence import SequenceSharding, enter_sequence
 
 
 def by_token(hidden, weight, labels, tp, *, token_weights, **options):
@@ -222,6 +224,40 @@ def test_an_entered_input_has_the_terms_of_a_sum_as_gradient_that_the_entry_adds
 
 
 @BOTH
+@pytest.mark.parametrize("length", [4, 3])
+@pytest.mark.parametrize("sequence", [SequenceSharding(1), SequenceSharding(1, keeps_whole=True)])
+def test_positions_of_a_cut_sequence_enter_the_head_and_get_their_gradient(
+    function, length, sequence
+):
+    hidden, weight, _, token_weights = case(4, tokens=2 * length)
+    labels = (torch.arange(2 * length) % 8).view(2, length)
+    sequence = attrs.evolve(sequence, length=length)
+    positions = Cut.uneven(length, 2)
+
+    def run(tp):
+        calls = []
+        recording = RecordingCommunicator(tp, calls)
+        own = positions.take(hidden.view(2, length, 5), 1, tp.rank).clone().requires_grad_()
+        part = weight.chunk(2)[tp.rank].clone().requires_grad_()
+        function(
+            enter_sequence(own, recording, sequence),
+            part,
+            labels,
+            tp,
+            token_weights=token_weights.view(2, length),
+            input_is_entered=True,
+        ).backward()
+        return own.grad, part.grad, [call.operation for call in calls]
+
+    results = LocalWorld(2).run(run)
+    _, expected = plain(hidden, weight, torch.zeros(8), token_weights, labels.view(-1), HeadLoss())
+    joined = positions.join([result[0] for result in results], 1)
+    torch.testing.assert_close(3.0 * joined.reshape(-1, 5), expected[0])
+    torch.testing.assert_close(3.0 * torch.cat([result[1] for result in results]), expected[1])
+    assert results[0][2] == ["all_gather", "reduce_scatter"]
+
+
+@BOTH
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_what_needs_no_gradient_gets_none_and_the_rest_is_right(function, frozen):
     hidden, weight, _, token_weights = case(4)
@@ -295,15 +331,11 @@ def test_few_tokens_or_none_are_no_special_case(function, tokens):
 def test_at_most_a_chunk_of_logits_is_ever_there(function):
     largest = []
 
-    class Noting(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    class Noting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            found = result if isinstance(result, (tuple, list)) else (result,)
-            largest.extend(
-                tensor.untyped_storage().nbytes()
-                for tensor in found
-                if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (1000,)
-            )
+            if isinstance(result, torch.Tensor) and result.shape[-1:] == (1000,):
+                largest.append(result.untyped_storage().nbytes())
             return result
 
     hidden = torch.ones(1024, 2, requires_grad=True)

@@ -216,6 +216,16 @@ def test_chunks_of_no_tokens_are_refused():
         HeadLoss(chunk_tokens=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_labels_of_narrow_integers_are_looked_up_like_others(dtype):
+    logits = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, 3, 5, 7])
+
+    for cut in (Cut.even(8, 2), Cut.joined(Cut.even(4, 2), Cut.even(4, 2))):
+        found = parallel(logits, labels.to(dtype), torch.ones(4), cut)
+        torch.testing.assert_close(found, parallel(logits, labels, torch.ones(4), cut))
+
+
 def test_a_rank_of_padding_alone_adds_nothing():
     logits = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([1, 0])

@@ -64,12 +64,14 @@ class LocalIndices:
 
     def find(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where each index lies on this rank, 0 if it does not, and whether it does."""
+        # Differences of narrow or unsigned labels would wrap around.
+        indices = indices.long()
         if len(self.ranges) == 1:
             ((start, stop),) = self.ranges
-            place = indices.long() - start
+            place = indices - start
             here = (place >= 0) & (place < stop - start)
             return place.masked_fill_(~here, 0), here
-        place = torch.zeros_like(indices, dtype=torch.int64)
+        place = torch.zeros_like(indices)
         here = torch.zeros_like(indices, dtype=torch.bool)
         kept = 0
         for start, stop in self.ranges:
