@@ -95,14 +95,11 @@ def kept_torch() -> Path | None:
     return found if (int(major), int(minor)) >= (2, 13) else None
 
 
-def workers() -> list[str]:
-    """Return the options that run tests in as many processes as there are cores, up to four."""
-    return ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "worksteal"]
-
-
 def pytest(session: nox.Session, kind: str, *arguments: str) -> None:
     """Run pytest with the house's options under a deadline; a hang ends with all stacks."""
     command = ["python", "-m", "tools.deadline", str(DEADLINE_S[kind]), "python", "-m", "pytest"]
+    if kind == "tests":  # the whole's own tests start processes enough
+        command += ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "worksteal"]
     session.run(*command, "-q", "-c", "pyproject.toml", *arguments, env=threads())
 
 
