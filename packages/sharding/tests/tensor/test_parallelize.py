@@ -224,6 +224,17 @@ def on_two_ranks(said, module=None, **options):
             None,
             ["layers.0.mlp.up", "summed twice"],
         ),
+        (
+            {"layers": Enter(), "layers.*.mlp": HeadNorm()},
+            None,
+            ["layers has Enter()", "layers.0.mlp.down and layers.1.mlp.down"],
+        ),
+        (
+            {"layers.*.mlp.up": Column(Cut.uneven(6, 2), gather_output=True)},
+            None,
+            ["layers.0.mlp.up has gather_output=True", "inside 'layers.0.mlp'"],
+        ),
+        ({"layers.*.norm": None}, None, ["layers.0.norm", "JoinSequence(partial_gradient=True)"]),
         ({"layers.*.mlp.up": HeadNorm()}, None, ["layers.0.mlp has Enter()", "leave it out"]),
         ({"layers.*.mlp.up": Column(Cut.even(8, 2))}, None, ["layers.0.mlp.up", "6", "size=8"]),
         ({"layers.*.mlp.up": Column(Cut.even(6, 3))}, None, ["layers.0.mlp.up", "tp=2"]),
@@ -235,7 +246,7 @@ def on_two_ranks(said, module=None, **options):
         ({"layers.1": SetAttribute("hidden_dim", (1, 1))}, None, ["layers.1", "'hidden_dim'"]),
         ({"layers.1": SetAttribute("training", (True,))}, None, ["1 values for tp=2"]),
         ({"layers.*.mlp": (Enter("x"), HeadNorm())}, None, ["no argument 'x'", "it has hidden"]),
-        ({"": Column()}, None, ["is a Model"]),
+        ({"": Column()}, None, ["a Model that is the module itself"]),
     ],
 )
 def test_a_wrong_plan_is_refused_before_anything_is_changed(changes, sequence, words):
@@ -250,11 +261,22 @@ def test_what_is_replaced_has_no_hooks_and_does_what_its_kind_does():
     own = model()
     own.head = type("Odd", (nn.Linear,), {"forward": lambda self, x: x})(4, 7, **F64)
     normed = model()
+    parametrized = model()
+    torch.nn.utils.parametrizations.orthogonal(parametrized.head)
+    scaled = model()
+    scaled.head.scale = nn.Parameter(torch.ones(1))
     normed.embed = nn.Embedding(7, 4, max_norm=1.0, **F64)
 
     assert "head has hooks" in on_two_ranks(plan(2), hooked)
     assert "head is a Odd" in on_two_ranks(plan(2), own)
     assert "max_norm" in on_two_ranks(plan(2), normed)
+    assert "head has parametrizations" in on_two_ranks(plan(2), parametrized)
+    assert "head has scale" in on_two_ranks(plan(2), scaled)
+
+
+def test_the_output_layer_of_torch_s_attention_is_not_cut():
+    module = nn.ModuleList([nn.MultiheadAttention(4, 2)])
+    assert "read by nn.MultiheadAttention" in on_two_ranks({"0.out_proj": Row()}, module)
 
 
 def test_a_module_is_parallelized_once_and_made_plain_with_its_own_mesh():

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 
 import attrs
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trainwright.collectives import Communicator
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.tensor.changes import Attribute, Change, Hook, Placed, Replacement
 from trainwright.sharding.tensor.dropout import DropoutPlace, PlacedDropout
 from trainwright.sharding.tensor.layers import Made, make_embedding, make_linear
-from trainwright.sharding.tensor.plan import Match
+from trainwright.sharding.tensor.plan import REPLACING, Match
 from trainwright.sharding.tensor.regions import (
     Argument,
     EnterRegion,
@@ -74,6 +75,9 @@ def changes_of(each: Match, setting: Setting) -> list[Change]:
 
 
 def _changes(style: Style, each: Match, setting: Setting) -> list[Change]:
+    if isinstance(style, REPLACING):
+        _check_has_parent(each, setting)
+        _check_is_simple(each)
     if isinstance(style, (Column, Row, KeyValue)):
         return _linear(style, each, setting)
     if isinstance(style, Vocab):
@@ -120,13 +124,7 @@ def _dropout(style: Dropout, each: Match, setting: Setting) -> list[Change]:
 
 
 def _replacement(each: Match, made: Made, setting: Setting) -> Replacement:
-    _check_no_hooks(each)
-    parents = setting.parents.get(id(each.module), ())
-    if not parents:
-        raise ShardingError(
-            f"a {type(each.module).__name__} that is the module itself cannot be replaced in its "
-            "place; put it into a module, such as nn.Sequential"
-        )
+    parents = setting.parents[id(each.module)]
     return Replacement(each.name, parents, each.module, made.layer, made.cuts, setting.tp)
 
 
@@ -205,7 +203,16 @@ def _check_kind(each: Match, kind: type[nn.Module], style: Style) -> None:
         )
 
 
-def _check_no_hooks(each: Match) -> None:
+def _check_has_parent(each: Match, setting: Setting) -> None:
+    if id(each.module) not in setting.parents:
+        raise ShardingError(
+            f"a {type(each.module).__name__} that is the module itself cannot be replaced in its "
+            "place; put it into a module, such as nn.Sequential"
+        )
+
+
+def _check_is_simple(each: Match) -> None:
+    """Raise where a module is more than its weight and bias, which the layer would not have."""
     module = each.module
     held = (
         module._forward_pre_hooks,
@@ -217,4 +224,16 @@ def _check_no_hooks(each: Match) -> None:
         raise ShardingError(
             f"{each.name} has hooks or a forward of its own, which the layer in its place would "
             "not run; remove them, and add them after parallelize()"
+        )
+    own = {*module._parameters, *module._buffers, *module._modules}
+    if not own <= {"weight", "bias"}:
+        raise ShardingError(
+            f"{each.name} has {', '.join(sorted(own - {'weight', 'bias'}))}, which the layer in "
+            "its place would not have; remove what was added (parametrizations, adapters) before "
+            "parallelize()"
+        )
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        raise ShardingError(
+            f"{each.name} is read by nn.MultiheadAttention without being run, so no layer can "
+            "stand in its place; attention must be written with layers of its own"
         )

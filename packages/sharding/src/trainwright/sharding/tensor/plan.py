@@ -27,9 +27,10 @@ from trainwright.sharding.tensor.styles import (
     Whole,
 )
 
+REPLACING = (Column, Row, Vocab, KeyValue, Dropout)
+"""The styles that put another module in a module's place."""
 _STYLES = typing.get_args(Style)
-_REPLACING = (Column, Row, Vocab, KeyValue, Dropout)
-_SPEAKING = (*_REPLACING, Norm, HeadNorm, Whole)
+_SPEAKING = (*REPLACING, Norm, HeadNorm, Whole)
 
 
 @attrs.frozen(eq=False)
@@ -105,7 +106,7 @@ def entered_modules(matches: Iterable[Match]) -> dict[int, str]:
     """Return, by id, the modules inside one with `Enter` and that one's name."""
     found: dict[int, str] = {}
     for each in matches:
-        if each.has(Enter) and not each.has(*_REPLACING):
+        if each.has(Enter) and not each.has(*REPLACING):
             for inner in each.module.modules():
                 found.setdefault(id(inner), each.name)
     return found
@@ -121,26 +122,16 @@ def check_plan(module: nn.Module, matches: Sequence[Match], *, has_sequence: boo
     _check_entrances(matches, entered)
     if has_sequence:
         _check_ends_of_sequence(matches)
-    _check_all_spoken_for(module, matches, entered, has_sequence)
+    rest = "belongs to a model whose sequences are cut over the ranks" if has_sequence else None
+    if rest is None and any(_sums_behind(style) for each in matches for style in each.styles):
+        rest = "may lie behind JoinSequence(partial_gradient=True)"
+    _check_all_spoken_for(module, matches, entered, rest)
 
 
 def _check_entrances(matches: Sequence[Match], entered: dict[int, str]) -> None:
     for each in matches:
-        inside = {id(inner) for inner in each.module.modules()} - {id(each.module)}
-        around = entered.get(id(each.module))
-        if each.has(Enter) and around not in (None, each.name):
-            raise ShardingError(
-                f"{each.name} has Enter() and is inside {around!r}, which has it too: its input's "
-                "gradient would be summed twice; leave one of them out"
-            )
-        shared = any(
-            id(other.module) in inside and other.has(Column, KeyValue) for other in matches
-        )
-        if each.has(Enter) and not shared and not each.has(Column, KeyValue):
-            raise ShardingError(
-                f"{each.name} has Enter(), but no layer inside has Column() or KeyValue(): every "
-                "rank would do the same and the sum would be too large; leave it out"
-            )
+        if each.has(Enter):
+            _check_entrance(each, matches, entered)
     joins = [each for each in matches for s in each.styles if _sums_behind(s)]
     heads = [each for each in matches for s in each.styles if isinstance(s, Column) and s.entered]
     outside = [each for each in heads if id(each.module) not in entered]
@@ -155,6 +146,38 @@ def _check_entrances(matches: Sequence[Match], entered: dict[int, str]) -> None:
             f"{joins[0].name} has JoinSequence(partial_gradient=True), but no layer behind it has "
             "Column(entered=True): the sum would be too large; leave out partial_gradient=True"
         )
+
+
+def _check_entrance(each: Match, matches: Sequence[Match], entered: dict[int, str]) -> None:
+    around = entered.get(id(each.module))
+    if around not in (None, each.name):
+        raise ShardingError(
+            f"{each.name} has Enter() and is inside {around!r}, which has it too: its input's "
+            "gradient would be summed twice; leave one of them out"
+        )
+    ids = {id(inner) for inner in each.module.modules()}
+    inside = [other for other in matches if id(other.module) in ids]
+    if not any(other.has(Column, KeyValue) for other in inside):
+        raise ShardingError(
+            f"{each.name} has Enter(), but no layer inside has Column() or KeyValue(): every "
+            "rank would do the same and the sum would be too large; leave it out"
+        )
+    rows = [other.name for other in inside if other.has(Row)]
+    if len(rows) > 1:
+        raise ShardingError(
+            f"{each.name} has Enter() and several Row() inside, {rows[0]} and {rows[1]}: what lies "
+            "behind one of them gets a whole input, whose gradient nobody would sum; give Enter() "
+            "to the module around each of them"
+        )
+    for other in inside:
+        if other.has(Enter) and each.has(Column):
+            continue
+        if any(isinstance(style, Column) and style.gather_output for style in other.styles):
+            raise ShardingError(
+                f"{other.name} has gather_output=True and is inside {each.name!r}, of which each "
+                "rank computes a part, so that the gradient of what is gathered would be a term of "
+                "a sum; leave out Enter() or gather_output=True"
+            )
 
 
 def _sums_behind(style: Style) -> bool:
@@ -174,15 +197,19 @@ def _check_ends_of_sequence(matches: Iterable[Match]) -> None:
 
 
 def _check_all_spoken_for(
-    module: nn.Module, matches: Iterable[Match], entered: dict[int, str], has_sequence: bool
+    module: nn.Module, matches: Iterable[Match], entered: dict[int, str], rest: str | None
 ) -> None:
     """Raise where a parameter's gradient could be a term of a sum and the plan does not say.
 
     Inside a module with `Enter`, or beside a layer whose outputs are cut, each rank does another
     part of the work, and where sequences are cut each rank sees other positions: a parameter that
-    nobody speaks for would keep its rank's term of the gradient, in silence.
+    nobody speaks for would keep its rank's term of the gradient, in silence. ``rest`` says why that
+    could be of all other parameters, None where it could not.
     """
     spoken = {id(each.module) for each in matches if each.has(*_SPEAKING)}
+    # What is inside a layer that is replaced is the matter of that style.
+    gone = [each.module for each in matches if each.has(*REPLACING)]
+    spoken |= {id(inner) for module_gone in gone for inner in module_gone.modules()}
     entered = {**_beside_columns(module, matches), **entered}
     for name, inner in module.named_modules():
         own = [key for key, _ in inner.named_parameters(recurse=False)]
@@ -190,8 +217,8 @@ def _check_all_spoken_for(
             continue
         if id(inner) in entered:
             where = f"is inside {entered[id(inner)]!r}, of which each rank computes a part"
-        elif has_sequence:
-            where = "belongs to a model whose sequences are cut over the ranks"
+        elif rest is not None:
+            where = rest
         else:
             continue
         raise ShardingError(
@@ -226,8 +253,8 @@ def _styles_of(pattern: str, said: Style | Iterable[Style]) -> tuple[Style, ...]
                 f"{pattern!r}: {style!r} is no style; the styles are "
                 f"{', '.join(kind.__name__ for kind in _STYLES)}"
             )
-    replacing = [style for style in styles if isinstance(style, _REPLACING)]
-    others = [style for style in styles if not isinstance(style, _REPLACING)]
+    replacing = [style for style in styles if isinstance(style, REPLACING)]
+    others = [style for style in styles if not isinstance(style, REPLACING)]
     enters = isinstance(replacing[0], (Column, KeyValue)) if replacing else False
     fits = not others or (enters and len(others) == 1 and isinstance(others[0], Enter))
     if len(replacing) > 1 or (replacing and not fits):
