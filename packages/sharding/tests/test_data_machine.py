@@ -73,6 +73,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.masters = dict.fromkeys(NAMES, 0.0)
         self.published = dict(self.masters)
         self.unpublished = False
+        self.expects_update = False
         self.begin_step()
 
     def weight(self, name: str) -> nn.Parameter:
@@ -131,6 +132,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             self.parallel.await_weights()
             self.published = dict(self.masters)
             self.unpublished = False
+            self.expects_update = False
 
     @rule()
     def last_backward(self) -> None:
@@ -167,6 +169,7 @@ class LifecycleMachine(RuleBasedStateMachine):
                 self.parallel.wait()
             return
         self.parallel.wait()
+        self.expects_update |= self.phase == "reducing"
         self.phase = "reduced"
 
     @precondition(lambda self: self.phase == "reduced")
@@ -175,7 +178,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.optimizer.step()
         for name in NAMES:
             self.masters[name] -= self.gradients[name]
-        self.unpublished = self.masters != self.published
+        self.unpublished = self.expects_update and self.masters != self.published
 
     @rule(discard=st.booleans())
     def zero_grad(self, discard: bool) -> None:
@@ -198,6 +201,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             assert self.weight(name).item() == self.masters[name]
         self.published = dict(self.masters)
         self.unpublished = False
+        self.expects_update = False
 
     @rule()
     def release_and_gather(self) -> None:
