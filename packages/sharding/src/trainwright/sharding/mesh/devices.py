@@ -51,8 +51,8 @@ def join_device_mesh(
     )
     if part is None:
         raise ShardingError(
-            f"rank {here} is not in the device mesh of ranks {_few(members)}; on the other ranks "
-            "pass the device mesh that they are in, or build no mesh there"
+            f"rank {here} is not in the device mesh of ranks {_few(members)}, which have theirs "
+            "now; pass the device mesh that this rank is in, or go on without a mesh"
         )
     return shape, part
 

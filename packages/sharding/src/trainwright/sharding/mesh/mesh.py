@@ -71,8 +71,8 @@ class Mesh:
             axes: The axis of each dim; None takes ``device_mesh.mesh_dim_names``.
             ep: As in `MeshShape`.
             etp: As in `MeshShape`.
-            world: A communicator of the ranks of ``device_mesh``, in increasing order; None makes
-                one from the default process group.
+            world: A communicator of the ranks of ``device_mesh``, in the order in which they are
+                counted; None makes one from the default process group.
 
         Raises:
             ShardingError: A dim has no name, or one that is no axis; ``world`` has other ranks; or
