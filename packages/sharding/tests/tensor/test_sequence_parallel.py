@@ -40,7 +40,7 @@ from trainwright.sharding.tensor.testing import (
     SavedBytes,
     reduce_gradients_,
 )
-from trainwright.sharding.testing import mesh_of
+from trainwright.sharding.testing import load_plain_, mesh_of
 
 KINDS = {
     "shards": SequenceSharding.keeping_shards(),
@@ -142,6 +142,52 @@ def test_sequences_of_any_length_go_in_and_out_with_the_gradients_of_their_place
             torch.testing.assert_close(found, expected)
         for found, factor in zip(gradients, (1, 1, size, size), strict=True):
             torch.testing.assert_close(found, factor * whole)
+
+
+@settings(max_examples=6)
+@given(
+    size=st.integers(2, 4),
+    length=st.integers(1, 5),
+    middle=st.integers(1, 6),
+    keeps_whole=st.booleans(),
+)
+def test_a_middle_that_is_gathered_and_cut_again_is_that_of_one_process(
+    size, length, middle, keeps_whole
+):
+    generator = torch.Generator().manual_seed(9)
+    plain = nn.Sequential(nn.Linear(3, middle), nn.Tanh(), nn.Linear(middle, 2)).double()
+    input = torch.randn(2, length, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    upstream = torch.randn(2, length, 2, generator=generator, dtype=torch.float64)
+    expected = plain(input)
+    expected.backward(upstream)
+    positions, features = Cut.uneven(length, size), Cut.uneven(middle, size)
+
+    def run(tp):
+        options = {
+            "cut": features,
+            "bias": True,
+            "sequence": SequenceSharding(1, keeps_whole, length),
+            "dtype": torch.float64,
+        }
+        up = ColumnParallelLinear(3, middle, tp, gather_output=True, **options)
+        down = RowParallelLinear(middle, 2, tp, input_is_parallel=False, **options)
+        model = nn.Sequential(up, nn.Tanh(), down)
+        load_plain_(model, plain.state_dict(), mesh_of(tp))
+        own = positions.take(input.detach(), 1, tp.rank).clone().requires_grad_()
+        output = model(own)
+        output.backward(positions.take(upstream, 1, tp.rank))
+        norm = reduce_gradients_(model, mesh_of(tp))
+        return output.detach(), own.grad, up.weight.grad, down.weight.grad, down.bias.grad, norm
+
+    gradients = [parameter.grad for parameter in plain.parameters()]
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+    for rank, (output, own, up, down, bias, own_norm) in enumerate(LocalWorld(size).run(run)):
+        torch.testing.assert_close(output, positions.take(expected.detach(), 1, rank))
+        torch.testing.assert_close(own, positions.take(input.grad, 1, rank))
+        torch.testing.assert_close(up, features.take(gradients[0], 0, rank))
+        torch.testing.assert_close(down, features.take(gradients[2], 1, rank))
+        torch.testing.assert_close(bias, gradients[3])
+        assert own_norm == pytest.approx(norm, rel=1e-12)
 
 
 def traffic(sequence, enters, size=2, length=4, samples=3):

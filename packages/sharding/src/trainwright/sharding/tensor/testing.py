@@ -197,8 +197,9 @@ class ParallelBlock(nn.Module):
         return tuple(part.reshape(*part.shape[:-1], *ends) for part in parts)
 
     def _repeated(self, kv_BSKE: torch.Tensor) -> torch.Tensor:
-        repeats = torch.tensor(self.heads.repeats(self.tp.rank))
-        return kv_BSKE.repeat_interleave(repeats, 2)
+        repeats = self.heads.repeats(self.tp.rank)
+        heads = [kv_BSKE[:, :, i : i + 1] for i, n in enumerate(repeats) for _ in range(n)]
+        return torch.cat(heads, 2)
 
 
 def attend(q_BSHE: torch.Tensor, k_BSHE: torch.Tensor, v_BSHE: torch.Tensor) -> torch.Tensor:
