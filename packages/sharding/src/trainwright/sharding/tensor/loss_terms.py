@@ -105,11 +105,12 @@ class LossTerms:
         share = self.loss.label_smoothing
         losses_T = maximum_T - targets_RT.sum(0)
         if share > 0.0:
-            counts_R1 = below_RT.new_tensor(self.indices.counts).unsqueeze(1)
-            # A rank without words has no largest logit: 0 * -inf would not be 0.
-            shifted_RT = torch.where(counts_R1 > 0, counts_R1 * below_RT, 0.0)
-            mean_T = (sums_RKT[:, 3] + shifted_RT).sum(0) / self.indices.size
-            losses_T = (1.0 - share) * losses_T - share * mean_T
+            below_T = sums_RKT[:, 3].sum(0)
+            for below, count in zip(below_RT, self.indices.counts, strict=True):
+                # A rank without words has no largest logit: 0 * -inf would not be 0.
+                if count > 0:
+                    below_T.add_(below, alpha=count)
+            losses_T = (1.0 - share) * losses_T - (share / self.indices.size) * below_T
         losses_T += log_T
         if self.loss.z_loss > 0.0:
             losses_T += self.loss.z_loss * (maximum_T + log_T).square()
