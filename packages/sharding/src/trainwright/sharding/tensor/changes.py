@@ -16,6 +16,7 @@ from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.placement.parameters import ParameterPlacement
 from trainwright.sharding.placement.values import Partial
 from trainwright.sharding.protocol import ParallelModule
+from trainwright.sharding.tensor.conv1d import from_stored, to_stored
 from trainwright.sharding.tensor.cuts import Cut
 from trainwright.sharding.tensor.parts import join_parts
 from trainwright.sharding.tensor.replicated import place_partial_, unplace_partial_
@@ -76,6 +77,11 @@ class Replacement:
     layer: nn.Module
     cuts: Mapping[str, tuple[Cut, int]]
     tp: Communicator
+    _shapes: dict[str, torch.Size] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        own = self.layer.named_parameters(recurse=False)
+        object.__setattr__(self, "_shapes", {key: part.shape for key, part in own})
 
     def placements(self) -> Mapping[str, ParameterPlacement]:
         """Return where the layer's parameters lie."""
@@ -129,11 +135,11 @@ class Replacement:
                     "put the layer back that parallelize() made"
                 )
         for key, part in self.layer.named_parameters(recurse=False):
-            shape = self._local_shape(key)
-            if tuple(part.shape) != shape:
+            if part.shape != self._shapes[key]:
                 raise ShardingError(
-                    f"{self.name}.{key} has shape {tuple(part.shape)}, its part is {shape}; gather "
-                    "what data parallelism has cut or released before unparallelize()"
+                    f"{self.name}.{key} has shape {tuple(part.shape)}, its part is "
+                    f"{tuple(self._shapes[key])}; gather what data parallelism has cut or released "
+                    "before unparallelize()"
                 )
 
     def undo(self, shared: Shared) -> None:
@@ -145,24 +151,18 @@ class Replacement:
         for parent, key in self.parents:
             setattr(parent, key, self.plain)
 
-    def _local_shape(self, key: str) -> tuple[int, ...]:
-        shape = list(self.plain.get_parameter(key).shape)
-        if key in self.cuts:
-            cut, dim = self.cuts[key]
-            shape[dim] = cut.numel(self.tp.rank)
-        return tuple(shape)
-
     def _part(self, key: str, whole: nn.Parameter) -> nn.Parameter:
         part = whole.detach()
         if key in self.cuts:
             cut, dim = self.cuts[key]
-            part = cut.take(part, dim, self.tp.rank).clone(memory_format=torch.contiguous_format)
+            part = to_stored(cut.take(part, dim, self.tp.rank), self._shapes[key])
         return nn.Parameter(part, whole.requires_grad)
 
     def _whole(self, key: str, part: nn.Parameter) -> nn.Parameter:
         whole = part.detach()
         if key in self.cuts:
             cut, dim = self.cuts[key]
+            whole = from_stored(whole)
             if whole.is_meta:
                 shape = (*whole.shape[:dim], cut.size, *whole.shape[dim + 1 :])
                 return nn.Parameter(whole.new_empty(shape), part.requires_grad)
