@@ -126,22 +126,23 @@ def test_sums_and_all_gradients_are_those_of_one_process(function, data, seed, d
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_as_exact_as_its_logits_whatever_the_chunks(function, dtype):
-    tensors = case(1, tokens=64, vocabulary=16, dtype=dtype)
-    labels = torch.randint(16, (64,), generator=torch.Generator().manual_seed(1))
+def test_low_precision_gradients_are_summed_over_chunks_in_float32(function, dtype):
+    *tensors, token_weights = case(1, tokens=256, vocabulary=16, dtype=dtype)
+    tensors = (*tensors, token_weights.abs())
+    labels = torch.randint(16, (256,), generator=torch.Generator().manual_seed(1))
     cut = Cut.even(16, 2)
 
-    total, gradients = parallel(function, tensors, labels, cut, HeadLoss(chunk_tokens=4))
+    total, gradients = parallel(function, tensors, labels, cut, HeadLoss(chunk_tokens=1))
 
     expected, expected_gradients = plain(*tensors, labels, HeadLoss())
-    assert total.dtype == torch.float32
-    # A logit of up to 16 is rounded, its gradient again, the sums of them once more.
+    # Each term is rounded by half an eps, at random, and the whole once more; sums kept in low
+    # precision are off by 2 to 6 eps here.
     eps = torch.finfo(dtype).eps
-    assert abs(total.double() - expected) <= 64 * 16 * eps
+    assert total.dtype == torch.float32
+    assert abs(total.double() - expected) <= eps * expected
     for gradient, of_one in zip(gradients, expected_gradients, strict=True):
         assert gradient.dtype == dtype
-        difference = (gradient.double() - of_one).abs().max()
-        assert difference <= 16 * eps * of_one.abs().max(), (difference, of_one.abs().max())
+        assert (gradient.double() - of_one).abs().max() <= eps * of_one.abs().max()
 
 
 @BOTH
