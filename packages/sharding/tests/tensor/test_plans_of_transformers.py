@@ -28,6 +28,13 @@ from trainwright.sharding import (
     shard_spec,
     vocab_parallel_cross_entropy,
 )
+from trainwright.sharding.data import (
+    ShardPolicy,
+    by_class,
+    data_parallel,
+    full_state_dict,
+    parameter_groups,
+)
 from trainwright.sharding.data.testing import RecordingCommunicator
 from trainwright.sharding.tensor.cuts import Cut
 from trainwright.sharding.tensor.dropout import DropoutPlace
@@ -325,6 +332,43 @@ def test_what_qwen3_declares_of_itself_is_the_model_in_one_process():
     (alone, _), *_ = LocalWorld(1).run(run)
     assert LocalWorld(2).run(run) == [(pytest.approx(alone, rel=1e-11), ANY)] * 2
     LocalWorld(4).run(refused)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_a_cut_model_trains_with_gathered_layers_as_in_one_process(recompute):
+    ids = tokens()
+
+    def loss(model, batch):
+        return model(batch, use_cache=False).logits.square().sum() / 100
+
+    serial = copy.deepcopy(plain("llama", torch.float64))
+    optimizer = torch.optim.AdamW(serial.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(serial, ids).backward()
+        optimizer.step()
+
+    def run(comm):
+        mesh = Mesh(comm, MeshShape(dp=2, tp=2))
+        model = copy.deepcopy(plain("llama", torch.float64))
+        parallelize(model, llama_plan(model.config, 2), mesh, sequence=KINDS["parts"])
+        if recompute:
+            model.activation_checkpointing_enable()
+        layers = by_class(type(model.model.layers[0]))
+        cut = data_parallel(model, mesh, ShardPolicy(stage=3, units=layers))
+        optimizer = torch.optim.AdamW(parameter_groups(cut, model.parameters()), lr=0.01)
+        for _ in range(2):
+            cut.zero_grad()
+            loss(model, ids[mesh.coordinate("dp")].unsqueeze(0)).backward()
+            cut.reduce()
+            cut.wait()
+            optimizer.step()
+            cut.publish()
+        return full_state_dict(cut)
+
+    found = LocalWorld(4).run(run)[0]
+    for key, wanted in serial.named_parameters():
+        torch.testing.assert_close(found[key], wanted.detach(), rtol=1e-9, atol=1e-10, msg=key)
 
 
 def test_a_layer_of_llama_moves_what_two_regions_move():

@@ -105,7 +105,8 @@ class Residual:
 
     Args:
         tp: The tensor-parallel ranks.
-        sequence: How sequences are cut; None where they are not. The length in it is not used.
+        sequence: How sequences are cut; None where they are not. Its length counts until a sequence
+            is cut here: on a pipeline stage that gets positions.
     """
 
     def __init__(self, tp: Communicator, sequence: SequenceSharding | None) -> None:
