@@ -47,7 +47,7 @@ from trainwright.sharding.tensor.plans import (
     qwen_plan,
 )
 from trainwright.sharding.tensor.sequence import SequenceSharding
-from trainwright.sharding.tensor.testing import reduce_gradients_
+from trainwright.sharding.tensor.testing import SavedBytes, reduce_gradients_
 
 SIZES = {
     "vocab_size": 13,
@@ -389,6 +389,22 @@ def test_a_layer_of_llama_moves_what_two_regions_move():
     assert reductions == ["all_reduce"] * 4
     assert kept == ["all_gather"] * 4 + ["reduce_scatter"] * 4
     assert parts == ["all_gather"] * 6 + ["reduce_scatter"] * 4
+
+
+def test_a_layer_of_llama_keeps_parts_of_what_enters_its_two_regions():
+    def kept(comm, sequence):
+        model, _ = parallel(comm, "llama", sequence=sequence)
+        hidden = torch.randn(2, 4, 16, dtype=torch.float64, requires_grad=True)
+        position = model.model.rotary_emb(hidden, torch.arange(8).unsqueeze(0))
+        saved = SavedBytes(model.parameters())
+        with saved.watch():
+            model.model.layers[1](hidden, position_embeddings=position)
+        return saved.total
+
+    whole = LocalWorld(2).run(kept, KINDS["kept"])
+    parts = LocalWorld(2).run(kept, KINDS["parts"])
+    # Half of two inputs of [2, 8, 16] in float64.
+    assert [a - b for a, b in zip(whole, parts, strict=True)] == [2 * 2 * 4 * 16 * 8] * 2
 
 
 def test_a_cut_model_made_plain_is_the_model_and_saves_as_it():

@@ -230,7 +230,7 @@ def _check_is_simple(each: Match) -> None:
         raise ShardingError(
             f"{each.name} has {', '.join(sorted(own - {'weight', 'bias'}))}, which the layer in "
             "its place would not have; remove what was added (parametrizations, adapters) before "
-            "parallelize()"
+            "parallelize(), or leave it out of the plan to keep it whole"
         )
     if isinstance(module, NonDynamicallyQuantizableLinear):
         raise ShardingError(
