@@ -18,8 +18,7 @@ from trainwright.sharding import placements_of
 
 LICENSE = Path(__file__).parents[1] / "LICENSE"
 GROUPED = ModelShape(width=32, layers=8, heads=8, kv_heads=4, mlp_width=64)
-UNGROUPED = attrs.evolve(GROUPED, kv_heads=8)
-"""The same with as many key/value heads as query heads, so that tp=8 divides them."""
+"""Its key/value heads tp=8 cannot share out, and its other sizes tp=3, 5, 6 and 7 do not divide."""
 
 
 def text() -> Corpus:

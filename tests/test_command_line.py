@@ -105,7 +105,8 @@ def test_eight_processes_train_in_3d_as_one_process_with_eight_threads_does(
     layout = ["--layout", "dp=2,tp=2,pp=2", "--steps", "4", "--zero", "1", "--data", str(book)]
     processes, threads, serial = (tmp_path / name for name in ("processes", "threads", "serial"))
 
-    output, _ = finish([*layout, *SMALL, "--out", str(processes), "--json"])
+    apart = ["--sequence-parallel", "--out", str(processes), "--json"]
+    output, _ = finish([*layout, *SMALL, *apart])
     finish([*layout, *SMALL, "--out", str(threads), "--threads-as-ranks"])
     alone = ["--layout", "dp=1", "--steps", "4", "--data", str(book), "--threads-as-ranks"]
     finish([*alone, *SMALL, "--out", str(serial)])
@@ -131,10 +132,10 @@ def test_eight_processes_train_in_3d_as_one_process_with_eight_threads_does(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("--layout dp=2,tp=2 --zero 1", "--layout dp=2,pp=2 --zero 3 --gather unit"),
+        ("--layout dp=2,tp=3 --zero 1", "--layout dp=2,pp=2 --zero 3 --gather unit"),
         ("--layout dp=2,pp=2 --zero 3", "--layout dp=4,dp_shard=2 --zero 2"),
     ],
-    ids=["tp-stage1-to-pp-stage3", "pp-stage3-to-hybrid-stage2"],
+    ids=["uneven-tp-stage1-to-pp-stage3", "pp-stage3-to-hybrid-stage2"],
 )
 def test_a_run_that_is_resumed_in_another_layout_goes_on_as_if_never_stopped(
     tmp_path: Path, book: Path, before: str, after: str

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.layouts import steps_in_layout, trajectory
-from tests.serial import GROUPED, UNGROUPED, Outcome, SerialRun, Snapshot, learning_rate, settings
+from tests.serial import GROUPED, Outcome, SerialRun, Snapshot, learning_rate, settings
 from trainwright.integration.config import RunConfig
 from trainwright.integration.model import ModelShape
 
@@ -29,9 +29,8 @@ def _layouts() -> list[tuple[int, int, int]]:
         for dp in sizes
         for tp in sizes
         for pp in sizes
-        # 24 sequences a step and eight heads: what these do not divide is refused, see
-        # test_settings.
-        if dp * tp * pp <= 8 and 24 % dp == 0 and 8 % tp == 0
+        # 24 sequences a step: data ranks that do not divide them are refused, see test_settings.
+        if dp * tp * pp <= 8 and 24 % dp == 0
     ]
 
 
@@ -59,6 +58,19 @@ SAMPLE = [
     ),
     ("dp=2", {"microbatches": 4, "schedule": "sequential", "zero": 1}),
     ("tp=8", {"microbatches": 1}),
+    ("tp=3,pp=2", {"microbatches": 3, "sequence_parallel": True, "recompute": "every-2"}),
+    (
+        "dp=2,tp=2,pp=2",
+        {"microbatches": 2, "zero": 3, "sequence_parallel": True, "model": "tiny-tied"},
+    ),
+]
+SEQUENCE_PARALLEL = [
+    (
+        f"dp=2,tp={tp},pp={pp}",
+        {"microbatches": 2, "zero": zero, "sequence_parallel": True, "recompute": recompute},
+    )
+    for zero in (0, 1, 2, 3)
+    for tp, pp, recompute in ((2, 1, "none"), (2, 2, "full"), (3, 1, "every-2"), (4, 1, "none"))
 ]
 ROUNDED = [SAMPLE[0], SAMPLE[1], SAMPLE[5]]
 VARIANTS: list[dict[str, object]] = [
@@ -88,7 +100,10 @@ def _cases(layouts: list[tuple[int, int, int]]) -> list[tuple[str, dict[str, obj
     cases = []
     for index, (dp, tp, pp) in enumerate(layouts):
         fitting = [v for v in VARIANTS if 24 % (dp * int(v["microbatches"])) == 0]
-        cases.append((f"dp={dp},tp={tp},pp={pp}", fitting[index % len(fitting)]))
+        variant = fitting[index % len(fitting)]
+        if tp > 1 and index % 2:
+            variant = {**variant, "sequence_parallel": True}
+        cases.append((f"dp={dp},tp={tp},pp={pp}", variant))
     return cases
 
 
@@ -97,8 +112,7 @@ def _name(layout: str) -> str:
 
 
 def _shape(config: RunConfig) -> ModelShape:
-    shape = UNGROUPED if config.mesh.tp == 8 else GROUPED
-    return attrs.evolve(shape, tied=config.shape.tied)
+    return attrs.evolve(GROUPED, tied=config.shape.tied)
 
 
 @functools.cache
@@ -211,6 +225,14 @@ def test_one_step_in_every_layout_is_the_serial_step(
     if config.global_batch % (config.mesh.dp * config.microbatches):
         pytest.skip("24 sequences cannot be shared out so; refused, see test_settings")
     assert_same_steps(config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "variant"), SEQUENCE_PARALLEL)
+def test_one_step_with_sequence_parallelism_at_every_stage_is_the_serial_step(
+    layout: str, variant: dict[str, object]
+) -> None:
+    assert_same_steps(settings(layout=layout, dtype="float64", **variant))
 
 
 @pytest.mark.long

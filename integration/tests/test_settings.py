@@ -17,8 +17,7 @@ from trainwright.integration.model import ModelShape, preset
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        ("tp=3", ["tp=3", "heads=4", "1, 2"]),
-        ("tp=4", ["tp=4", "kv_heads=2", "1, 2"]),
+        ("tp=5", ["tp=5", "heads=4", "up to 4"]),
         ("pp=5", ["pp=5", "has 4", "up to 4"]),
         ("dp=3", ["16", "dp=3", "12 or 18"]),
         ("cp=2", ["cp", "not available yet"]),
@@ -115,8 +114,10 @@ def test_a_damaged_settings_file_is_named(tmp_path: Path, content: str) -> None:
         RunConfig.load(path)
 
 
-def test_workers_get_exactly_the_settings_of_the_launcher() -> None:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_workers_get_exactly_the_settings_of_the_launcher(sequence_parallel: bool) -> None:
     config = RunConfig(layout="dp=2,tp=2", lr=1.5e-4, steps=7, dtype="float64", data="x", zero=1)
+    config = attrs.evolve(config, sequence_parallel=sequence_parallel)
     arguments = worker_arguments(config, "somewhere", resume=False, as_json=True)
     again, out, resume = settle(parser().parse_args(arguments))
     assert (again, out, resume) == (config, "somewhere", False)
@@ -127,7 +128,12 @@ def test_workers_get_exactly_the_settings_of_the_launcher() -> None:
     [
         (["train", "--stepz", "3"], ["--stepz"]),
         (["train", "--steps", "many"], ["--steps", "many"]),
-        (["train", "--layout", "dp=2,tp=3"], ["tp=3"]),
+        (["train", "--layout", "dp=2,tp=8"], ["tp=8"]),
+        (["train", "--layout", "dp=2", "--sequence-parallel"], ["--sequence-parallel", "set tp"]),
+        (
+            ["train", "--layout", "tp=4", "--sequence-parallel", "--sequence-length", "3"],
+            ["--sequence-length 3", "tp=4"],
+        ),
         (["train", "--data", "no/such/path"], ["no/such/path", "does not exist"]),
         (["train", "--resume", "no/such/run"], ["no/such/run", "config.json"]),
         (["train", "--recompute", "every-0"], ["every-0"]),

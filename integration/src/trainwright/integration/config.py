@@ -66,6 +66,8 @@ class RunConfig:
             the steps.
         weight_decay: of matrices; norms have none.
         clip: largest gradient norm.
+        sequence_parallel: whether tensor-parallel ranks have a part of the positions each between
+            their products, instead of all.
         zero: stage of sharded data parallelism.
         gather: when stage 3 makes weights whole: ``unit`` by unit around their use, a whole
             pipeline stage for the ``step`` or for each ``action``; ``auto`` is unit without a
@@ -97,6 +99,7 @@ class RunConfig:
     )
     weight_decay: float = attrs.field(default=0.1, validator=_not_negative)
     clip: float = attrs.field(default=1.0, validator=_positive)
+    sequence_parallel: bool = False
     zero: int = attrs.field(default=0, validator=_one_of(ZERO_STAGES))
     gather: str = attrs.field(default="auto", validator=_one_of(GATHERS))
     reduce: str = attrs.field(default="step", validator=_one_of(REDUCTIONS))
@@ -168,7 +171,9 @@ def _check_kind(name: str, value: object, default: object) -> None:
     kinds: tuple[type, ...] = {int: (int,), float: (int, float)}.get(type(default), (str,))
     if default is None:
         kinds = (int, type(None)) if name == "warmup" else (str, type(None))
-    if not isinstance(value, kinds) or isinstance(value, bool):
+    if isinstance(default, bool):
+        kinds = (bool,)
+    if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
@@ -184,14 +189,14 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
             raise ConfigError(
                 f"--layout {config.layout}: {axis} > 1 is not available yet; use {axis}=1"
             )
-    for name in ("heads", "kv_heads", "vocabulary", "mlp_width"):
+    for name in ("heads", "vocabulary", "mlp_width"):
         size = getattr(shape, name)
-        if size % mesh.tp:
-            fitting = ", ".join(str(t) for t in range(1, size + 1) if _tp_fits(shape, t))
+        if size < mesh.tp:
             raise ConfigError(
-                f"--layout {config.layout}: tp={mesh.tp} does not divide {name}={size} of model "
-                f"{config.model}; tp of {fitting} works"
+                f"--layout {config.layout}: tp={mesh.tp} ranks cannot share {name}={size} of model "
+                f"{config.model}; tp up to {size} works"
             )
+    _check_sequence(mesh, config)
     if mesh.pp > shape.layers:
         raise ConfigError(
             f"--layout {config.layout}: pp={mesh.pp} stages need at least as many layers, model "
@@ -223,9 +228,19 @@ def _check_sharding(mesh: MeshShape, config: RunConfig) -> None:
             raise ConfigError(f"{option} has no effect with --zero {config.zero}; {reason}")
 
 
-def _tp_fits(shape: ModelShape, tp: int) -> bool:
-    sizes = (shape.heads, shape.kv_heads, shape.vocabulary, shape.mlp_width)
-    return all(size % tp == 0 for size in sizes)
+def _check_sequence(mesh: MeshShape, config: RunConfig) -> None:
+    if not config.sequence_parallel:
+        return
+    if mesh.tp == 1:
+        raise ConfigError(
+            f"--sequence-parallel has no effect with --layout {config.layout}: it cuts sequences "
+            "over tensor-parallel ranks; set tp"
+        )
+    if config.sequence_length < mesh.tp:
+        raise ConfigError(
+            f"--sequence-parallel: --sequence-length {config.sequence_length} has fewer positions "
+            f"than tp={mesh.tp} ranks"
+        )
 
 
 def _option(field_name: str) -> str:

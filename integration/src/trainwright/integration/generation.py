@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from trainwright.collectives import random
 from trainwright.integration.model.blocks import at_least_float32
-from trainwright.integration.parts import Parts, whole_weights
+from trainwright.integration.parts import Parts, local_positions, whole_weights
 
 
 @torch.no_grad()
@@ -38,14 +39,16 @@ def generate(
 
 
 def _next_token(parts: Parts, tokens_BS: torch.Tensor, position: int, temperature: float) -> int:
+    last = tokens_BS.shape[1] - 1
+    if parts.config.sequence_parallel:
+        # Ranks have fixed parts of the positions; what follows a position does not change it.
+        tokens_BS = F.pad(tokens_BS, (0, parts.config.sequence_length - tokens_BS.shape[1]))
     output = _through_stages(parts, tokens_BS)
     pipeline = parts.mesh.communicator("pp")
     chosen = torch.zeros(1, dtype=torch.int64, device=tokens_BS.device)
     if parts.stage.is_last:
-        tp = parts.mesh.communicator("tp")
-        local_V = at_least_float32(output[0, -1]).contiguous()
-        logits_V = local_V.new_empty(local_V.numel() * tp.size)
-        tp.all_gather(logits_V, local_V).wait()
+        local_V = at_least_float32(output[0, last]).contiguous()
+        logits_V = parts.stage.layers.join_vocabulary(local_V, parts.stage.shape.vocabulary)
         # Zero separates files and is no byte of text.
         logits_V[0] = float("-inf")
         steps = torch.softmax(logits_V.double() / temperature, 0).cumsum(0)
@@ -60,10 +63,11 @@ def _through_stages(parts: Parts, tokens_BS: torch.Tensor) -> torch.Tensor:
     pipeline = parts.mesh.communicator("pp")
     hidden_BSD = None
     if not parts.stage.is_first:
-        width = parts.stage.shape.width
-        hidden_BSD = torch.empty(
-            (*tokens_BS.shape, width), dtype=_compute_dtype(parts), device=tokens_BS.device
-        )
+        positions = tokens_BS.shape[1]
+        if parts.config.sequence_parallel:
+            positions = local_positions(parts.config, parts.mesh)
+        shape = (len(tokens_BS), positions, parts.stage.shape.width)
+        hidden_BSD = torch.empty(shape, dtype=_compute_dtype(parts), device=tokens_BS.device)
         pipeline.recv(hidden_BSD, pipeline.rank - 1).wait()
     output: torch.Tensor = parts.stage(hidden_BSD, tokens_BS=tokens_BS)
     if not parts.stage.is_last:

@@ -35,6 +35,7 @@ from trainwright.pipeline_schedules.execute import BoundarySpec, PipelineExecuto
 from trainwright.precision import policy
 from trainwright.sharding import Mesh, ParameterPlacement, Partial, placements_of
 from trainwright.sharding.data import DataParallel, Piece, ShardPolicy, by_class, data_parallel
+from trainwright.sharding.tensor import Cut, SequenceSharding
 from trainwright.stability_guards import Guard, NonFiniteGuard, decay_groups, warmup_cosine
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
@@ -205,10 +206,13 @@ def gathers_stages(config: RunConfig) -> bool:
 def build_model(config: RunConfig, shape: ModelShape, mesh: Mesh) -> DecoderStage:
     """Build this rank's stage in master precision, without memory for its weights yet."""
     blocks = split_layers(shape.layers, mesh.size("pp"))[mesh.coordinate("pp")]
+    sequence = None
+    if config.sequence_parallel:
+        sequence = SequenceSharding.keeping_shards(length=config.sequence_length)
     with torch.device("meta"):
         stage = build_stage(
             shape,
-            TensorParallelLayers(mesh.communicator("tp")),
+            TensorParallelLayers(mesh.communicator("tp"), sequence),
             blocks,
             parse_policy(config.recompute),
         )
@@ -223,7 +227,7 @@ def build_executor(
     rows = config.global_batch // (config.mesh.dp * config.microbatches)
     # Stages hand on the residual stream of one microbatch.
     handed_on = TensorSpec(
-        (rows, config.sequence_length, shape.width), policy(config.dtype).compute
+        (rows, local_positions(config, mesh), shape.width), policy(config.dtype).compute
     )
     by_schedule = gathers_stages(config)
     plan = WeightPlan(
@@ -241,6 +245,13 @@ def build_executor(
         weights={index: model} if by_schedule else {},
         boundary=BoundarySpec.uniform(config.mesh.pp, handed_on),
     )
+
+
+def local_positions(config: RunConfig, mesh: Mesh) -> int:
+    """Return how many positions of the residual stream this rank has between products."""
+    if not config.sequence_parallel:
+        return config.sequence_length
+    return Cut.uneven(config.sequence_length, mesh.size("tp")).numel(mesh.coordinate("tp"))
 
 
 def build_feed(config: RunConfig, mesh: Mesh, corpus: Corpus) -> Feed:

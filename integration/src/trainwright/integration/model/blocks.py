@@ -15,9 +15,7 @@ from trainwright.integration.model.shape import ModelShape
 
 
 class Layers(Protocol):
-    """What the decoder asks of its building blocks; ``size`` ranks share each product."""
-
-    size: int
+    """What the decoder asks of its building blocks, which ranks may share."""
 
     def column(self, in_features: int, out_features: int) -> nn.Module:
         """Return a bias-free product whose output features are shared out over the ranks.
@@ -30,23 +28,39 @@ class Layers(Protocol):
         """Return a bias-free product whose input features are shared out over the ranks."""
         ...
 
+    def attention(self, shape: ModelShape) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module]:
+        """Return the query, key, value and output products, bias-free.
+
+        The first three make whole heads from what has passed through ``enter``, as many of keys as
+        of values, which divide those of queries and serve equally many neighbours each.
+        """
+        ...
+
+    def norm(self, width: int, epsilon: float) -> nn.Module:
+        """Return a norm of the residual stream."""
+        ...
+
     def embedding(self, vocabulary: int, width: int) -> nn.Module:
         """Return a table of token vectors."""
         ...
 
     def enter(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
-        """Hand a replicated tensor to column products: sums their input gradients in backward."""
+        """Hand the residual stream to column products: sums their input gradients in backward."""
         ...
 
-    def cross_entropy(self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+    def cross_entropy(
+        self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, vocabulary: int
+    ) -> torch.Tensor:
         """Return the loss of each token [B, S]; zero where the label is -100."""
+        ...
+
+    def join_vocabulary(self, logits_V: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """Return the logits of the whole vocabulary, given those that the head returned."""
         ...
 
 
 class PlainLayers:
     """PyTorch's own modules: the serial model."""
-
-    size = 1
 
     def column(self, in_features: int, out_features: int) -> nn.Module:
         """Return an ``nn.Linear``."""
@@ -56,6 +70,21 @@ class PlainLayers:
         """Return an ``nn.Linear``."""
         return nn.Linear(in_features, out_features, bias=False)
 
+    def attention(self, shape: ModelShape) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module]:
+        """Return four of ``nn.Linear``."""
+        queries = shape.heads * shape.head_width
+        rows = shape.kv_heads * shape.head_width
+        return (
+            self.column(shape.width, queries),
+            self.column(shape.width, rows),
+            self.column(shape.width, rows),
+            self.row(queries, shape.width),
+        )
+
+    def norm(self, width: int, epsilon: float) -> nn.Module:
+        """Return an `RMSNorm`."""
+        return RMSNorm(width, epsilon)
+
     def embedding(self, vocabulary: int, width: int) -> nn.Module:
         """Return an ``nn.Embedding``."""
         return nn.Embedding(vocabulary, width)
@@ -64,11 +93,17 @@ class PlainLayers:
         """Return the tensor itself."""
         return hidden_BSD
 
-    def cross_entropy(self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+    def cross_entropy(
+        self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, vocabulary: int
+    ) -> torch.Tensor:
         """Return the loss of each token [B, S], in at least float32."""
         logits = at_least_float32(logits_BSV).flatten(0, 1)
         losses = F.cross_entropy(logits, labels_BS.flatten(), ignore_index=-100, reduction="none")
         return losses.view_as(labels_BS)
+
+    def join_vocabulary(self, logits_V: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """Return the tensor itself."""
+        return logits_V
 
 
 class RMSNorm(nn.Module):
@@ -92,30 +127,24 @@ class Attention(nn.Module):
 
     def __init__(self, shape: ModelShape, layers: Layers) -> None:
         super().__init__()
-        self.heads = shape.heads // layers.size
-        self.kv_heads = shape.kv_heads // layers.size
+        self.head_width = shape.head_width
         self.layers = layers
-        query_width = shape.heads * shape.head_width
-        kv_width = shape.kv_heads * shape.head_width
-        self.q_proj = layers.column(shape.width, query_width)
-        self.k_proj = layers.column(shape.width, kv_width)
-        self.v_proj = layers.column(shape.width, kv_width)
-        self.o_proj = layers.row(query_width, shape.width)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = layers.attention(shape)
 
     def forward(
         self, hidden_BSD: torch.Tensor, cos_SE: torch.Tensor, sin_SE: torch.Tensor
     ) -> torch.Tensor:
         """Return the attention output [B, S, D]."""
         entered_BSD = self.layers.enter(hidden_BSD)
-        q_BHSE = _split_heads(self.q_proj(entered_BSD), self.heads)
-        k_BKSE = _split_heads(self.k_proj(entered_BSD), self.kv_heads)
-        v_BKSE = _split_heads(self.v_proj(entered_BSD), self.kv_heads)
+        q_BHSE = _split_heads(self.q_proj(entered_BSD), self.head_width)
+        k_BKSE = _split_heads(self.k_proj(entered_BSD), self.head_width)
+        v_BKSE = _split_heads(self.v_proj(entered_BSD), self.head_width)
         mixed_BHSE = F.scaled_dot_product_attention(
             _rotate(q_BHSE, cos_SE, sin_SE),
             _rotate(k_BKSE, cos_SE, sin_SE),
             v_BKSE,
             is_causal=True,
-            enable_gqa=self.heads != self.kv_heads,
+            enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1],
         )
         output: torch.Tensor = self.o_proj(mixed_BHSE.transpose(1, 2).flatten(2))
         return output
@@ -144,9 +173,9 @@ class Block(nn.Module):
 
     def __init__(self, shape: ModelShape, layers: Layers) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.width, shape.norm_epsilon)
+        self.input_layernorm = layers.norm(shape.width, shape.norm_epsilon)
         self.self_attn = Attention(shape, layers)
-        self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_epsilon)
+        self.post_attention_layernorm = layers.norm(shape.width, shape.norm_epsilon)
         self.mlp = SwiGLU(shape, layers)
 
     def forward(
@@ -178,8 +207,8 @@ def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _split_heads(features_BSX: torch.Tensor, heads: int) -> torch.Tensor:
-    return features_BSX.view(*features_BSX.shape[:2], heads, -1).transpose(1, 2)
+def _split_heads(features_BSX: torch.Tensor, head_width: int) -> torch.Tensor:
+    return features_BSX.view(*features_BSX.shape[:2], -1, head_width).transpose(1, 2)
 
 
 def _rotate(x_BHSE: torch.Tensor, cos_SE: torch.Tensor, sin_SE: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.integration.model.blocks import Block, Layers, RMSNorm, rotary_angles
+from trainwright.integration.model.blocks import Block, Layers, rotary_angles
 from trainwright.integration.model.shape import ModelShape
 
 
@@ -52,7 +52,7 @@ class DecoderStage(nn.Module):
             self.model["embed_tokens"] = layers.embedding(shape.vocabulary, shape.width)
         self.model["layers"] = numbered
         if self.is_last:
-            self.model["norm"] = RMSNorm(shape.width, shape.norm_epsilon)
+            self.model["norm"] = layers.norm(shape.width, shape.norm_epsilon)
             if not shape.tied:
                 self.lm_head = layers.column(shape.width, shape.vocabulary)
         self._blocks: Sequence[nn.Module] = list(numbered.values())
@@ -80,7 +80,7 @@ class DecoderStage(nn.Module):
         self, logits_BSV: torch.Tensor, *, labels_BS: torch.Tensor, **_: torch.Tensor
     ) -> torch.Tensor:
         """Return the sum of the token losses, in at least float32; labels are already shifted."""
-        return self.layers.cross_entropy(logits_BSV, labels_BS).sum()
+        return self.layers.cross_entropy(logits_BSV, labels_BS, self.shape.vocabulary).sum()
 
     def _head(self, entered_BSD: torch.Tensor) -> torch.Tensor:
         # A rank's rows of the embedding are its rows of the head: both are cut along V.

@@ -1,5 +1,7 @@
 """The decoder's building blocks, shared out over tensor-parallel ranks."""
 
+# Shapes: B batch, S sequence, D model, V vocabulary; a shard keeps its letters.
+
 from __future__ import annotations
 
 import torch
@@ -7,37 +9,119 @@ from torch import nn
 
 from trainwright.collectives import Communicator
 from trainwright.collectives.differentiable import replicate_to_partial
+from trainwright.integration.model.blocks import RMSNorm
+from trainwright.integration.model.shape import ModelShape
 from trainwright.sharding.tensor import (
     ColumnParallelLinear,
+    Cut,
+    HeadLayout,
+    KeyValueLinear,
     RowParallelLinear,
+    SequenceSharding,
     VocabParallelEmbedding,
+    enter_sequence,
+    join_parts,
+    place_partial_,
     vocab_parallel_cross_entropy,
 )
 
 
 class TensorParallelLayers:
-    """Column, row and vocabulary-parallel layers over one communicator."""
+    """Column, row and vocabulary-parallel layers over one communicator.
 
-    def __init__(self, tp: Communicator) -> None:
+    Sizes that the ranks do not divide are shared out as evenly as they can be.
+
+    Args:
+        tp: the tensor-parallel ranks.
+        sequence: how positions are cut between the products; None where every rank has all.
+    """
+
+    def __init__(self, tp: Communicator, sequence: SequenceSharding | None = None) -> None:
         self.tp = tp
-        self.size = tp.size
+        self.sequence = sequence
 
     def column(self, in_features: int, out_features: int) -> nn.Module:
         """Return a column-parallel product that leaves the input gradient to ``enter``."""
-        return ColumnParallelLinear(in_features, out_features, self.tp, input_is_entered=True)
+        return self._column(in_features, out_features, _even(out_features, self.tp))
 
     def row(self, in_features: int, out_features: int) -> nn.Module:
         """Return a row-parallel product; its output is summed over the ranks."""
-        return RowParallelLinear(in_features, out_features, self.tp)
+        return self._row(in_features, out_features, _even(in_features, self.tp))
+
+    def attention(self, shape: ModelShape) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module]:
+        """Return the products of attention, shared out by heads.
+
+        Key/value heads that cannot be are whole on every rank, which computes those it needs.
+        """
+        heads = HeadLayout(shape.heads, shape.kv_heads, shape.head_width, self.tp.size)
+        queries = shape.heads * shape.head_width
+        return (
+            self._column(shape.width, queries, heads.query_cut()),
+            self._key_value(shape, heads),
+            self._key_value(shape, heads),
+            self._row(queries, shape.width, heads.query_cut()),
+        )
+
+    def norm(self, width: int, epsilon: float) -> nn.Module:
+        """Return a norm; under sequence parallelism each rank sees a part of its gradient."""
+        norm = RMSNorm(width, epsilon)
+        return norm if self.sequence is None else place_partial_(norm)
 
     def embedding(self, vocabulary: int, width: int) -> nn.Module:
         """Return a table whose rows are shared out over the ranks."""
-        return VocabParallelEmbedding(vocabulary, width, self.tp)
+        cut = _even(vocabulary, self.tp)
+        return VocabParallelEmbedding(vocabulary, width, self.tp, cut=cut, sequence=self.sequence)
 
     def enter(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
-        """Sum the column products' input gradients in one all-reduce, not one a product."""
-        return replicate_to_partial(hidden_BSD, self.tp)
+        """Make all positions, and sum the column products' input gradients in one collective."""
+        if self.sequence is None:
+            return replicate_to_partial(hidden_BSD, self.tp)
+        return enter_sequence(hidden_BSD, self.tp, self.sequence)
 
-    def cross_entropy(self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+    def cross_entropy(
+        self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, vocabulary: int
+    ) -> torch.Tensor:
         """Return the loss of each token [B, S] from vocabulary-sharded logits."""
-        return vocab_parallel_cross_entropy(logits_BSV, labels_BS, self.tp)
+        cut = _even(vocabulary, self.tp)
+        return vocab_parallel_cross_entropy(logits_BSV, labels_BS, self.tp, cut=cut)
+
+    def join_vocabulary(self, logits_V: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """Return all logits [V] of the whole vocabulary on every rank."""
+        return join_parts(logits_V, self.tp, _even(vocabulary, self.tp), 0)
+
+    def _column(self, in_features: int, out_features: int, cut: Cut) -> nn.Module:
+        return ColumnParallelLinear(
+            in_features,
+            out_features,
+            self.tp,
+            cut=cut,
+            input_is_entered=True,
+            sequence=self.sequence,
+        )
+
+    def _row(self, in_features: int, out_features: int, cut: Cut) -> nn.Module:
+        return RowParallelLinear(
+            in_features, out_features, self.tp, cut=cut, sequence=self.sequence
+        )
+
+    def _key_value(self, shape: ModelShape, heads: HeadLayout) -> nn.Module:
+        rows = shape.kv_heads * shape.head_width
+        if not heads.kv_is_replicated:
+            return self._column(shape.width, rows, heads.kv_cut())
+        repeats = heads.repeats(self.tp.rank)
+        return KeyValueLinear(
+            shape.width,
+            rows,
+            self.tp,
+            cut=heads.kv_used_cut(),
+            # The attention kernel itself repeats heads that serve equally many.
+            repeats=None if len(set(repeats)) == 1 else repeats,
+            input_is_entered=True,
+            sequence=self.sequence,
+        )
+
+
+def _even(size: int, tp: Communicator) -> Cut:
+    """Return the cut whose parts differ by one at most."""
+    least, more = divmod(size, tp.size)
+    return Cut.of_sizes(least + (rank < more) for rank in range(tp.size))

@@ -58,13 +58,39 @@ def _corners(boxes: Sequence[Box]) -> tuple[_Ints, _Ints]:
 
 
 def _crossing_pairs(a: tuple[_Ints, _Ints], b: tuple[_Ints, _Ints]) -> _Ints:
-    """Return the pairs [n, 2] of box numbers of a and b that share an element."""
-    crossing = np.ones((len(a[0]), len(b[0])), dtype=np.bool_)
+    """Return the pairs [n, 2] of box numbers of a and b that share an element, in order."""
+    pairs = _neighbours(a, b)
     for dim in range(a[0].shape[1]):
-        first = np.maximum(a[0][:, None, dim], b[0][None, :, dim])
-        last = np.minimum(a[1][:, None, dim], b[1][None, :, dim])
-        crossing &= first < last
-    return np.argwhere(crossing).astype(np.int64, copy=False)
+        first = np.maximum(a[0][pairs[:, 0], dim], b[0][pairs[:, 1], dim])
+        last = np.minimum(a[1][pairs[:, 0], dim], b[1][pairs[:, 1], dim])
+        pairs = pairs[first < last]
+    return pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+
+
+def _neighbours(a: tuple[_Ints, _Ints], b: tuple[_Ints, _Ints]) -> _Ints:
+    """Return the pairs that may cross: those that meet in the dim with the most places.
+
+    A fused parameter that is cut along a later dim has a box in every row: all pairs of them would
+    be too many to look at.
+    """
+    num_dims = a[0].shape[1]
+    if num_dims == 0:
+        counts = np.full(len(a[0]), len(b[0]), dtype=np.int64)
+        return _pairs_of(np.zeros(len(a[0]), dtype=np.int64), counts, np.arange(len(b[0])))
+    dim = max(range(num_dims), key=lambda dim: len(np.unique(b[0][:, dim])))
+    order = np.argsort(b[0][:, dim], kind="stable")
+    reached = np.maximum.accumulate(b[1][order, dim])
+    first = np.searchsorted(reached, a[0][:, dim], side="right")
+    last = np.searchsorted(b[0][order, dim], a[1][:, dim], side="left")
+    return _pairs_of(first, np.maximum(last - first, 0), order)
+
+
+def _pairs_of(first: _Ints, counts: _Ints, order: _Ints) -> _Ints:
+    """Return (number of a, order[first[number] + i]) for every i below counts[number]."""
+    of_a = np.repeat(np.arange(len(counts)), counts)
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    at = np.repeat(first, counts) + np.arange(len(of_a)) - before
+    return np.stack([of_a, order[at]], axis=1).astype(np.int64, copy=False)
 
 
 def _runs_of_pair(a: tuple[int, Box], b: tuple[int, Box]) -> _Ints:
