@@ -176,7 +176,7 @@ def test_a_model_under_its_plan_is_the_model_in_one_process(name, kind, ranks):
     check_step(name, ranks, KINDS[kind])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "uneven"])
 def test_a_model_in_float32_is_as_near_as_float32_rounds(name):
     check_step(name, 2, None, dtype=torch.float32)
 
@@ -214,14 +214,13 @@ def test_logits_of_a_part_of_the_vocabulary_go_into_the_parallel_loss(sequence):
         assert found_norm == pytest.approx(norm, rel=1e-11)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("sequence", [None, KINDS["parts"]], ids=["whole", "parts"])
-def test_recomputed_layers_have_the_same_gradients(name, sequence):
+@pytest.mark.parametrize(("name", "kind"), [("llama", "parts"), ("gpt2", "kept")])
+def test_recomputed_layers_have_the_same_gradients(name, kind):
     _, _, gradients = expected(name, torch.float64, 7)
     norm = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
 
     def run(comm):
-        model, mesh = parallel(comm, name, sequence=sequence)
+        model, mesh = parallel(comm, name, sequence=KINDS[kind])
         model.activation_checkpointing_enable()
         step(model)
         return reduce_gradients_(model, mesh)
@@ -229,15 +228,14 @@ def test_recomputed_layers_have_the_same_gradients(name, sequence):
     assert LocalWorld(2).run(run) == pytest.approx([norm] * 2, rel=1e-11)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
-@pytest.mark.parametrize("sequence", [None, KINDS["parts"]], ids=["whole", "parts"])
-def test_a_cut_model_generates_what_the_whole_one_does(name, sequence):
+@pytest.mark.parametrize(("name", "kind"), [("qwen3", "whole"), ("gpt2", "parts")])
+def test_a_cut_model_generates_what_the_whole_one_does(name, kind):
     ids = tokens(length=3)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     wanted = copy.deepcopy(plain(name, torch.float64)).eval().generate(ids, **options)
 
     def run(comm):
-        model, _ = parallel(comm, name, sequence=sequence)
+        model, _ = parallel(comm, name, sequence=KINDS[kind])
         return model.eval().generate(ids, **options)
 
     for found in LocalWorld(2).run(run):
@@ -334,8 +332,7 @@ def test_what_qwen3_declares_of_itself_is_the_model_in_one_process():
     LocalWorld(4).run(refused)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_a_cut_model_trains_with_gathered_layers_as_in_one_process(recompute):
+def test_a_cut_model_trains_with_gathered_and_recomputed_layers_as_in_one_process():
     ids = tokens()
 
     def loss(model, batch):
@@ -352,8 +349,7 @@ def test_a_cut_model_trains_with_gathered_layers_as_in_one_process(recompute):
         mesh = Mesh(comm, MeshShape(dp=2, tp=2))
         model = copy.deepcopy(plain("llama", torch.float64))
         parallelize(model, llama_plan(model.config, 2), mesh, sequence=KINDS["parts"])
-        if recompute:
-            model.activation_checkpointing_enable()
+        model.activation_checkpointing_enable()
         layers = by_class(type(model.model.layers[0]))
         cut = data_parallel(model, mesh, ShardPolicy(stage=3, units=layers))
         optimizer = torch.optim.AdamW(parameter_groups(cut, model.parameters()), lr=0.01)
