@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainwright.sharding.data.agreement import agree
 from trainwright.sharding.data.held import HeldTensor, held_tensors, named_tensors
@@ -138,9 +138,7 @@ def _check_device_mesh(device_mesh: DeviceMesh, axes: Sequence[str], mesh: Mesh)
 def _make_device_mesh(mesh: Mesh) -> DeviceMesh:
     data = ("dp",) if mesh.shape.dp_shard is None else ("dp_replicate", "dp_shard")
     axes = (*data, *(axis for axis in ("cp", "tp") if mesh.size(axis) > 1))
-    kind = mesh.world.device.type
-    sizes = (mesh.size("pp"), *(mesh.size(axis) for axis in axes))
-    return init_device_mesh(kind, sizes, mesh_dim_names=("pp", *axes))[axes]
+    return mesh.to_device_mesh("pp", *axes)[axes]
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
