@@ -228,6 +228,27 @@ def test_recomputed_layers_have_the_same_gradients(name, kind):
     assert LocalWorld(2).run(run) == pytest.approx([norm] * 2, rel=1e-11)
 
 
+@pytest.mark.parametrize("name", ["mistral", "gpt2"])
+def test_sequences_of_several_lengths_are_recomputed_each_at_its_own(name):
+    def losses(model):
+        model.zero_grad()
+        model.activation_checkpointing_enable()
+        batches = [tokens(length=length) for length in (7, 8, 5)]
+        return [model(ids, labels=ids, use_cache=False).loss for ids in batches]
+
+    serial = copy.deepcopy(plain(name, torch.float64))
+    sum(losses(serial)).backward()
+    norm = sum(float(p.grad.square().sum()) for p in serial.parameters()) ** 0.5
+
+    def run(comm):
+        model, mesh = parallel(comm, name, sequence=KINDS["parts"])
+        for loss in losses(model):  # all forwards come before the first backward
+            loss.backward()
+        return reduce_gradients_(model, mesh)
+
+    assert LocalWorld(2).run(run) == pytest.approx([norm] * 2, rel=1e-11)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("qwen3", "whole"), ("gpt2", "parts")])
 def test_a_cut_model_generates_what_the_whole_one_does(name, kind):
     ids = tokens(length=3)

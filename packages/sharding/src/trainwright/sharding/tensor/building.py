@@ -10,14 +10,15 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from trainwright.collectives import Communicator
 from trainwright.sharding.errors import ShardingError
+from trainwright.sharding.tensor.arguments import Argument
 from trainwright.sharding.tensor.changes import Attribute, Change, Hook, Placed, Replacement
 from trainwright.sharding.tensor.dropout import DropoutPlace, PlacedDropout
 from trainwright.sharding.tensor.layers import Made, make_embedding, make_linear
 from trainwright.sharding.tensor.plan import REPLACING, Match
 from trainwright.sharding.tensor.regions import (
-    Argument,
     EnterRegion,
     FollowSequence,
+    HearLength,
     JoinRegion,
     NoDropoutHere,
     Residual,
@@ -33,6 +34,7 @@ from trainwright.sharding.tensor.styles import (
     NoDropout,
     Norm,
     Row,
+    SequenceLength,
     SetAttribute,
     SplitSequence,
     Style,
@@ -68,10 +70,15 @@ def changes_of(each: Match, setting: Setting) -> list[Change]:
     """
     replaced = any(isinstance(style, (Column, KeyValue)) for style in each.styles)
     found: list[Change] = []
-    for style in sorted(each.styles, key=lambda style: not isinstance(style, NoDropout)):
+    for style in sorted(each.styles, key=_hook_order):
         if not (replaced and isinstance(style, Enter)):
             found += _changes(style, each, setting)
     return found
+
+
+def _hook_order(style: Style) -> int:
+    """Refusals first, then what others need to know."""
+    return 0 if isinstance(style, NoDropout) else 1 if isinstance(style, SequenceLength) else 2
 
 
 def _changes(style: Style, each: Match, setting: Setting) -> list[Change]:
@@ -129,13 +136,16 @@ def _replacement(each: Match, made: Made, setting: Setting) -> Replacement:
 
 
 def _region(
-    style: Enter | SplitSequence | JoinSequence, each: Match, setting: Setting
+    style: Enter | SplitSequence | JoinSequence | SequenceLength, each: Match, setting: Setting
 ) -> list[Change]:
     module, residual = each.module, setting.residual
     if isinstance(style, JoinSequence):
         if not residual.is_cut and not style.partial_gradient:
             return []
         return [Hook(module, JoinRegion(residual, style.partial_gradient), before=False)]
+    if isinstance(style, SequenceLength):
+        heard = Argument.of(module, style.argument, each.name, others=True)
+        return [Hook(module, HearLength(residual, heard, style.dim), before=True)]
     argument = Argument.of(module, style.argument, each.name)
     if isinstance(style, Enter):
         return [Hook(module, EnterRegion(residual, argument, each.name), before=True)]

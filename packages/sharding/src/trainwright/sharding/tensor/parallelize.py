@@ -61,8 +61,9 @@ def parallelize(
         module: Any module.
         plan: Styles by name pattern; ``*`` stands for part of one dotted level.
         mesh: The ranks; its axis tp is used.
-        sequence: How sequences are cut between the products; None: they are not. Where their
-            length is no multiple of the ranks, all sequences in flight have one length.
+        sequence: How sequences are cut between the products; None: they are not. Where
+            layers are recomputed, sequences in flight whose lengths differ and are no multiples of
+            the ranks need `SequenceLength` in the plan, as the plans that ship have.
         dropout_place: Where the training run stands, for the plan's `Dropout`.
 
     Returns:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
@@ -12,6 +10,7 @@ from torch import nn
 
 from trainwright.collectives import Communicator, differentiable
 from trainwright.sharding.errors import ShardingError
+from trainwright.sharding.tensor.arguments import Argument
 from trainwright.sharding.tensor.cuts import Cut
 from trainwright.sharding.tensor.dropout import PlacedDropout, ShardedDim
 from trainwright.sharding.tensor.key_value import KeyValueLinear
@@ -24,84 +23,11 @@ from trainwright.sharding.tensor.sequence import (
 )
 
 
-@attrs.frozen
-class Argument:
-    """Where a forward finds its input: by position, by name, or by either.
-
-    Args:
-        position: Among the positional arguments; None where it is passed by name only.
-        name: Of the parameter; None where it is passed by position only.
-    """
-
-    position: int | None
-    name: str | None
-
-    @classmethod
-    def of(cls, module: nn.Module, argument: int | str, where: str) -> Argument:
-        """Return where a module's forward finds an argument.
-
-        Args:
-            module: The module.
-            argument: Its position or its name.
-            where: The module's name, for messages.
-
-        Raises:
-            ShardingError: The forward has no such argument.
-        """
-        parameters = list(inspect.signature(module.forward).parameters.values())
-        positional = [
-            each.name
-            for each in parameters
-            if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-        ]
-        if isinstance(argument, int):
-            if argument < len(positional):
-                return cls(argument, positional[argument])
-            if argument >= 0 and any(each.kind == each.VAR_POSITIONAL for each in parameters):
-                return cls(argument, None)
-        elif argument in positional:
-            return cls(positional.index(argument), argument)
-        elif any(each.name == argument and each.kind == each.KEYWORD_ONLY for each in parameters):
-            return cls(None, argument)
-        raise ShardingError(
-            f"{where or 'the module itself'} ({type(module).__name__}): its forward has no "
-            f"argument {argument!r}; it has {', '.join(each.name for each in parameters) or 'none'}"
-        )
-
-    def get(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], where: str) -> torch.Tensor:
-        """Return the argument of a call.
-
-        Raises:
-            ShardingError: It is not passed, or it is no tensor.
-        """
-        found = None
-        if self.name is not None and self.name in kwargs:
-            found = kwargs[self.name]
-        elif self.position is not None and self.position < len(args):
-            found = args[self.position]
-        if not isinstance(found, torch.Tensor):
-            raise ShardingError(
-                f"{where} was called without a tensor as argument {self.name or self.position!r}, "
-                f"got {type(found).__name__}; the plan names the argument in Enter or SplitSequence"
-            )
-        return found
-
-    def put(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: torch.Tensor
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with another value in the place of this one."""
-        if self.name is not None and self.name in kwargs:
-            return args, {**kwargs, self.name: value}
-        position = cast(int, self.position)
-        return (*args[:position], value, *args[position + 1 :]), dict(kwargs)
-
-
 class Residual:
     """The activations between the shared parts of a model: whole, or this rank's positions.
 
     It remembers the length of the sequence that is under way where it is no multiple of the ranks,
-    because a rank's part does not tell. So where activations are recomputed, all micro-batches in
-    flight need one length, or lengths that are multiples.
+    because a rank's part does not tell.
 
     Args:
         tp: The tensor-parallel ranks.
@@ -122,10 +48,14 @@ class Residual:
         """Keep this rank's positions of a replicated tensor."""
         if self.sequence is None:
             return whole
-        length = whole.shape[self.sequence.dim]
-        uneven = length % self.tp.size != 0
-        self.sequence = attrs.evolve(self.sequence, length=length if uneven else None)
+        self.hear(whole.shape[self.sequence.dim])
         return split_sequence(whole, self.tp, self.sequence)
+
+    def hear(self, length: int) -> None:
+        """Take the length of the sequence that is under way from now on."""
+        if self.sequence is not None:
+            uneven = length % self.tp.size != 0
+            self.sequence = attrs.evolve(self.sequence, length=length if uneven else None)
 
     def enter(self, here: torch.Tensor) -> torch.Tensor:
         """Pass on to work of which each rank does another part."""
@@ -188,6 +118,29 @@ class SplitRegion:
         """Return the arguments with the input cut."""
         input = self.argument.get(args, kwargs, self.where)
         return self.argument.put(args, kwargs, self.residual.split(input))
+
+
+@attrs.frozen(eq=False)
+class HearLength:
+    """A forward pre-hook: an argument tells the length of the whole sequence.
+
+    Args:
+        residual: Of the model.
+        argument: The argument.
+        dim: Its dim that is the whole sequence.
+    """
+
+    residual: Residual
+    argument: Argument
+    dim: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell it."""
+        found = self.argument.find(args, kwargs)
+        if isinstance(found, tuple) and found:
+            found = found[0]
+        if isinstance(found, torch.Tensor):
+            self.residual.hear(found.shape[self.dim])
 
 
 @attrs.frozen(eq=False)

@@ -126,6 +126,24 @@ class JoinSequence:
 
 
 @attrs.frozen
+class SequenceLength:
+    """A module that is told the length of the whole sequence by one of its arguments.
+
+    A rank's positions do not tell the length where it is no multiple of the ranks. It is remembered
+    from `SplitSequence`; but a layer that is recomputed in the backward, after the forward of
+    another sequence, or that stands on a later pipeline stage, must hear it from its caller. The
+    value goes for what comes behind, too. Where the argument is not passed, nothing happens.
+
+    Args:
+        argument: Its name; a tensor, or a tuple whose first element is one.
+        dim: The dim that is the whole sequence.
+    """
+
+    argument: str
+    dim: int = -1
+
+
+@attrs.frozen
 class Norm:
     """A module whose parameters each rank applies to its positions, where sequences are cut."""
 
@@ -198,6 +216,7 @@ Style: TypeAlias = (
     | Enter
     | SplitSequence
     | JoinSequence
+    | SequenceLength
     | Norm
     | HeadNorm
     | Whole

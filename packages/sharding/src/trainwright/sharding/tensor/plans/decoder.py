@@ -15,6 +15,7 @@ from trainwright.sharding.tensor.styles import (
     NoDropout,
     Norm,
     Row,
+    SequenceLength,
     SetAttribute,
     SplitSequence,
     Style,
@@ -49,6 +50,7 @@ def decoder_plan(
         f"{layer}.input_layernorm": Norm(),
         f"{layer}.self_attn": (
             NoDropout("attention_dropout"),
+            SequenceLength("position_ids"),
             Enter("hidden_states"),
             SetAttribute("num_key_value_groups", key_value.groups()),
         ),

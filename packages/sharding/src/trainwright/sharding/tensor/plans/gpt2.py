@@ -15,6 +15,7 @@ from trainwright.sharding.tensor.styles import (
     NoDropout,
     Norm,
     Row,
+    SequenceLength,
     SetAttribute,
     SplitSequence,
     Style,
@@ -66,6 +67,7 @@ def gpt2_plan(
         f"{block}.ln_1": Norm(),
         f"{block}.attn": (
             NoDropout("attn_dropout"),
+            SequenceLength("position_ids"),
             SetAttribute("num_heads", local),
             SetAttribute("split_size", tuple(count * heads.head_dim for count in local)),
         ),
