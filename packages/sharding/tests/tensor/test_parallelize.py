@@ -262,6 +262,7 @@ def on_two_ranks(said, module=None, **options):
         ({"layers.1": SetAttribute("hidden_dim", (1, 1))}, None, ["layers.1", "'hidden_dim'"]),
         ({"layers.1": SetAttribute("training", (True,))}, None, ["1 values for tp=2"]),
         ({"layers.*.mlp": (Enter("x"), HeadNorm())}, None, ["no argument 'x'", "it has hidden"]),
+        ({"layers.0": SplitSequence(-1)}, PARTS, ["layers.0", "no argument -1"]),
         ({"": Column()}, None, ["a Model that is the module itself"]),
     ],
 )

@@ -48,16 +48,15 @@ class Argument:
             if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
         ]
         kinds = {each.kind for each in parameters}
+        by_name = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY}
         if isinstance(argument, int):
-            if argument < len(positional):
+            if 0 <= argument < len(positional):
                 return cls(argument, positional[argument])
             if argument >= 0 and Parameter.VAR_POSITIONAL in kinds:
                 return cls(argument, None)
         elif argument in positional:
             return cls(positional.index(argument), argument)
-        elif any(
-            each.name == argument and each.kind == each.KEYWORD_ONLY for each in parameters
-        ) or (others and Parameter.VAR_KEYWORD in kinds):
+        elif argument in by_name or (others and Parameter.VAR_KEYWORD in kinds):
             return cls(None, argument)
         raise ShardingError(
             f"{where or 'the module itself'} ({type(module).__name__}): its forward has no "
