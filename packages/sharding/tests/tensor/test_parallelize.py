@@ -317,6 +317,21 @@ def test_a_module_is_parallelized_once_and_made_plain_with_its_own_mesh():
         unparallelize(parallel, alone)
 
 
+def test_released_weights_are_not_made_whole():
+    def run(comm):
+        mesh = Mesh(comm, MeshShape(dp=2))
+        module = parallelize(model(), plan(1), mesh)
+        parallel = data_parallel(module, mesh, ShardPolicy(stage=3, units=by_class(Layer)))
+        with pytest.raises(ShardingError, match=r"released by data parallelism: gather\(\)"):
+            unparallelize(module, mesh)
+        parallel.gather()
+        parallel.await_weights()
+        unparallelize(module, mesh)
+        assert torch.equal(loss_of(module), loss_of(model()))
+
+    LocalWorld(2).run(run)
+
+
 @pytest.mark.parametrize("sequence", [None, PARTS], ids=["whole", "parts"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_unparallelize_gives_the_plain_module_back(ranks, sequence):

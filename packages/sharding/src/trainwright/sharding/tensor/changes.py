@@ -138,8 +138,13 @@ class Replacement:
             if part.shape != self._shapes[key]:
                 raise ShardingError(
                     f"{self.name}.{key} has shape {tuple(part.shape)}, its part is "
-                    f"{tuple(self._shapes[key])}; gather what data parallelism has cut or released "
-                    "before unparallelize()"
+                    f"{tuple(self._shapes[key])}; put the parameter back that was there"
+                )
+            held = part.untyped_storage().nbytes()
+            if not part.is_meta and held < part.numel() * part.element_size():
+                raise ShardingError(
+                    f"{self.name}.{key} is released by data parallelism: gather() all units before "
+                    "unparallelize(), or take full_state_dict()"
                 )
 
     def undo(self, shared: Shared) -> None:
@@ -168,6 +173,9 @@ class Replacement:
                 return nn.Parameter(whole.new_empty(shape), part.requires_grad)
             with torch.no_grad():
                 whole = join_parts(whole, self.tp, cut, dim).contiguous()
+        if not whole.is_meta and whole.data_ptr() == part.data_ptr():
+            # Not the memory of the part: data parallelism may own that, and release it.
+            whole = whole.clone()
         return nn.Parameter(whole, part.requires_grad)
 
 
