@@ -291,6 +291,32 @@ def test_what_is_replaced_has_no_hooks_and_does_what_its_kind_does():
     assert "head has scale" in on_two_ranks(plan(2), scaled)
 
 
+@pytest.mark.parametrize("sequence", [None, PARTS], ids=["whole", "parts"])
+def test_a_layer_that_is_used_twice_stays_one_layer(sequence):
+    plain = model()
+    plain.layers = nn.ModuleList([nn.Identity(), plain.layers[0], plain.layers[0]])
+    loss_of(plain).backward()
+    norm = sum(float(p.grad.square().sum()) for p in plain.parameters()) ** 0.5
+    said = plan(2)
+    if sequence is not None:
+        shared = nn.ModuleList([plain.layers[1], plain.layers[2]])
+        ends = {"0": SplitSequence(), "1": JoinSequence(), "*.mlp": (Enter(), HeadNorm())}
+        message = on_two_ranks({**ends, "0.mlp.up": Column()}, shared, sequence=sequence)
+        assert "both match '0'" in message
+        message = on_two_ranks({"0": (SplitSequence(), JoinSequence())}, shared, sequence=sequence)
+        assert "0 and 1 are one module that runs several times" in message
+
+    def run(comm):
+        module = copy.deepcopy(plain)
+        module.zero_grad()
+        parallelize(module, said, mesh_of(comm), sequence=sequence)
+        assert module.layers[1] is module.layers[2]
+        loss_of(module).backward()
+        return reduce_gradients_(module, mesh_of(comm))
+
+    assert LocalWorld(2).run(run) == pytest.approx([norm] * 2, rel=1e-12)
+
+
 def test_the_output_layer_of_torch_s_attention_is_not_cut():
     module = nn.ModuleList([nn.MultiheadAttention(4, 2)])
     assert "read by nn.MultiheadAttention" in on_two_ranks({"0.out_proj": Row()}, module)

@@ -38,6 +38,8 @@ from trainwright.sharding.data import (
 from trainwright.sharding.data.testing import RecordingCommunicator
 from trainwright.sharding.tensor.cuts import Cut
 from trainwright.sharding.tensor.dropout import DropoutPlace
+from trainwright.sharding.tensor.fused_head import linear_cross_entropy_sum
+from trainwright.sharding.tensor.head_loss import HeadLoss
 from trainwright.sharding.tensor.parallelize import parallelize, unparallelize
 from trainwright.sharding.tensor.plans import (
     gpt2_plan,
@@ -188,8 +190,32 @@ def parallel(comm, name, *, sequence=None, model=None, **options):
     return parallelize(model, plan(config, comm.size, **options), mesh, sequence=sequence), mesh
 
 
-@pytest.mark.parametrize("sequence", [None, KINDS["parts"]], ids=["whole", "parts"])
-def test_logits_of_a_part_of_the_vocabulary_go_into_the_parallel_loss(sequence):
+def loss_by_logits(model, ids, tp):
+    logits = model(ids).logits
+    assert logits.shape[-1] == (7, 6)[tp.rank]
+    cut = Cut.uneven(13, tp.size)
+    return vocab_parallel_cross_entropy(logits[:, :-1], ids[:, 1:], tp, cut=cut).mean()
+
+
+def loss_by_hidden_states(model, ids, tp):
+    hidden = model.model(ids).last_hidden_state[:, :-1]
+    weight = model.lm_head.weight
+    loss = HeadLoss(cut=Cut.uneven(13, tp.size), chunk_tokens=4)
+    total = linear_cross_entropy_sum(
+        hidden, weight, ids[:, 1:], tp, loss=loss, input_is_entered=True
+    )
+    return total / ids[:, 1:].numel()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "sequence"),
+    [
+        (loss_by_logits, None),
+        (loss_by_logits, KINDS["parts"]),
+        (loss_by_hidden_states, KINDS["parts"]),
+    ],
+)
+def test_a_part_of_the_vocabulary_goes_into_a_parallel_loss(loss_of, sequence):
     # The model's own loss is computed in float32.
     ids = tokens()
     model = copy.deepcopy(plain("llama", torch.float64))
@@ -200,14 +226,9 @@ def test_logits_of_a_part_of_the_vocabulary_go_into_the_parallel_loss(sequence):
 
     def run(comm):
         model, mesh = parallel(comm, "llama", sequence=sequence, gather_logits=False)
-        logits = model(ids).logits
-        assert logits.shape[-1] == (7, 6)[comm.rank]
-        cut = Cut.uneven(13, comm.size)
-        losses = vocab_parallel_cross_entropy(
-            logits[:, :-1], ids[:, 1:], mesh.communicator("tp"), cut=cut
-        )
-        losses.mean().backward()
-        return losses.mean().detach(), reduce_gradients_(model, mesh)
+        loss = loss_of(model, ids, mesh.communicator("tp"))
+        loss.backward()
+        return loss.detach(), reduce_gradients_(model, mesh)
 
     for found, found_norm in LocalWorld(2).run(run):
         torch.testing.assert_close(found, wanted.detach(), rtol=1e-12, atol=0)

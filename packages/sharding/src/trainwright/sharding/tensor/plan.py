@@ -184,7 +184,14 @@ def _sums_behind(style: Style) -> bool:
     return isinstance(style, JoinSequence) and style.partial_gradient
 
 
-def _check_ends_of_sequence(matches: Iterable[Match]) -> None:
+def _check_ends_of_sequence(matches: Sequence[Match]) -> None:
+    for each in matches:
+        if len(each.names) > 1 and each.has(SplitSequence, JoinSequence):
+            raise ShardingError(
+                f"{' and '.join(each.names)} are one module that runs several times, so it cannot "
+                "be where sequences are cut or gathered; put an nn.Identity() before or behind it, "
+                "and say it of that"
+            )
     said = [style for each in matches for style in each.styles]
     for kind in (SplitSequence, JoinSequence):
         count = sum(isinstance(style, kind) for style in said)

@@ -25,7 +25,8 @@ def llama_plan(
         head: Whether the model has ``lm_head``; the base model has none.
         gather_logits: Whether logits are whole on every rank, as the model's own loss needs them;
             otherwise they are this rank's part of the vocabulary, for
-            `vocab_parallel_cross_entropy`.
+            `vocab_parallel_cross_entropy`. The base model's hidden states, with ``lm_head.weight``,
+            go into `linear_cross_entropy_sum` with ``input_is_entered=True``.
 
     Raises:
         ShardingError: The configuration is another model's, or there are fewer query heads than
