@@ -58,9 +58,9 @@ FAULTS_OF_THE_WHOLE = (
     ),
     Fault(
         "the sum after a row-parallel product is dropped",
-        f"{TENSOR}/linear.py",
-        "differentiable.partial_to_replicate(F.linear(input, self.weight), self.tp)",
-        "F.linear(input, self.weight)",
+        f"{TENSOR}/products.py",
+        "    if tp.size == 1:\n        return terms\n",
+        "    if tp.size >= 1:\n        return terms\n",
     ),
     Fault(
         "the input gradients of column-parallel products are not summed",
@@ -119,9 +119,9 @@ FAULTS_OF_THE_WHOLE = (
     ),
     Fault(
         "tensor ranks hold each other's rows",
-        "packages/sharding/src/trainwright/sharding/tensor/linear.py",
-        "ParameterPlacement.sharded(whole, 0, rank=tp.rank, size=tp.size)}",
-        "ParameterPlacement.sharded(whole, 0, rank=tp.size - 1 - tp.rank, size=tp.size)}",
+        f"{TENSOR}/linear.py",
+        "ParameterPlacement.cut(shape, 0, self.cut, rank=rank)}",
+        "ParameterPlacement.cut(shape, 0, self.cut, rank=self.tp.size - 1 - rank)}",
     ),
     Fault(
         "later stages stretch the positions",
@@ -132,8 +132,8 @@ FAULTS_OF_THE_WHOLE = (
     ),
     Fault(
         "the cross-entropy forgets the maxima of the other tensor ranks",
-        f"{TENSOR}/cross_entropy.py",
-        "(sums_RT * (maxima_RT - maximum_T).exp()).sum(0)",
+        f"{TENSOR}/loss_terms.py",
+        "(sums_RT * below_RT.exp()).sum(0)",
         "sums_RT.sum(0)",
     ),
     Fault(
