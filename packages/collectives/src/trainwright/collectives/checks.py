@@ -128,6 +128,12 @@ def check_timeout(what: str, timeout_s: float | None) -> None:
         raise UsageError(f"{what}: timeout_s={timeout_s} must be positive")
 
 
+def check_at_least_one(what: str, name: str, value: object) -> None:
+    """Refuse what does not count at least one."""
+    if not isinstance(value, int) or value < 1:
+        raise UsageError(f"{what}: {name}={value!r} must be a number of at least 1")
+
+
 def check_color(color: int | None, key: int) -> None:
     """Refuse what cannot be compared between ranks."""
     if not (color is None or isinstance(color, int)) or not isinstance(key, int):

@@ -1,0 +1,232 @@
+"""What a `Recorded` communicator writes down about each of its operations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import attrs
+import torch
+
+from trainwright.collectives.calls import describe_dtype
+from trainwright.collectives.checks import resolve_reduce_dtype
+from trainwright.collectives.errors import CollectiveError, UsageError
+from trainwright.collectives.flight import FlightRecorder, Record, find_place
+from trainwright.collectives.headers import digest_of
+from trainwright.collectives.histories import History, compare_histories
+from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
+from trainwright.collectives.recorded_work import Block, Proof, RecordedWork
+from trainwright.collectives.traffic import Flow, Traffic, elements_sent, flow_of_messages
+from trainwright.collectives.verification import CallProof, DisagreementOfTwoError, Verifier
+
+# How many of the last operations an error tells of.
+_NUM_TOLD = 8
+
+Splits = tuple[Sequence[int] | None, Sequence[int] | None]
+
+
+@attrs.frozen(eq=False)
+class Told:
+    """A collective as its caller named it.
+
+    ``like`` has the shape that is alike on every rank, ``read`` and ``written`` are this rank's
+    tensors that the call reads and writes; ``splits`` are those of its input and its output.
+    """
+
+    kind: str
+    like: torch.Tensor | None = None
+    read: torch.Tensor | None = None
+    written: torch.Tensor | None = None
+    op: ReduceOp | None = None
+    reduce_dtype: torch.dtype | None = None
+    root: int | None = None
+    splits: Splits | None = None
+
+
+class Ledger:
+    """The records, the traffic and the digest of one communicator on one rank."""
+
+    def __init__(
+        self, comm: Communicator, recorder: FlightRecorder, verifier: Verifier | None
+    ) -> None:
+        self.recorder = recorder
+        self.verifier = verifier
+        self.block: Block | None = None
+        self._comm = comm
+        self._flows: dict[str, Flow] = {}
+        self._num_collectives = 0
+        self._num_messages = 0
+        self._digest = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has been called so far, counted."""
+        return Traffic(self._flows)
+
+    @contextmanager
+    def starting(self, kind: str) -> Iterator[None]:
+        """Add notes to an error that an operation raises when it is called."""
+        if self.verifier is not None:
+            self.verifier.check()
+        try:
+            yield
+        except UsageError:
+            raise  # nothing has happened
+        except CollectiveError as error:
+            self._explain(error, f"{kind} at {find_place()}")
+            raise
+
+    def follow(self, work: Work, told: Told, timeout_s: float | None) -> Work:
+        """Write down a collective that has been started; return what waits for it."""
+        record = self._enter(told)
+        proofs: list[Proof] = []
+        if self.verifier is not None:
+            proofs.append(self._post(self.verifier, record, told, timeout_s))
+        return self._wrap(work, [record], proofs)
+
+    def follow_messages(
+        self, work: Work, kind: str, messages: Sequence[Send | Recv], timeout_s: float | None
+    ) -> Work:
+        """Write down messages that have been started together."""
+        self._count(kind, flow_of_messages(messages))
+        records = [self._enter_message(message) for message in messages]
+        proofs: list[Proof] = []
+        sent: list[Work] = []
+        if self.verifier is not None:
+            for record in records:
+                if record.kind == "send":
+                    sent.append(self.verifier.send(record))
+                else:
+                    proofs.append(self.verifier.recv(record, timeout_s))
+        return self._wrap(work, records, proofs, sent)
+
+    @contextmanager
+    def blocking(self, told: Told, timeout_s: float | None) -> Iterator[None]:
+        """Write down an operation that returns when it is over, compared before it starts."""
+        with self.starting(told.kind):
+            pass
+        record = self._enter(told)
+        try:
+            if self.verifier is not None:
+                self._post(self.verifier, record, told, timeout_s).settle(timeout_s)
+            yield
+        except CollectiveError as error:
+            record.error = f"{type(error).__name__}: {error}"
+            self._explain(error, str(record))
+            raise
+        record.finished_s = time.time()
+
+    def check(self, timeout_s: float | None) -> None:
+        """Compare the digests of all ranks, and their records where those differ."""
+        if self.verifier is not None:
+            self.verifier.check()
+        history = History(
+            self._num_collectives,
+            self._digest,
+            [record for record in self.recorder.records(self._comm.name) if record.peer is None],
+        )
+        with self.starting("check"):
+            compare_histories(self._comm, history, timeout_s)
+
+    def _enter(self, told: Told) -> Record:
+        like = told.like
+        shape = None
+        if like is not None:
+            shape = tuple(like.shape[1:] if told.splits is not None else like.shape)
+        record = Record(
+            self._comm.name,
+            self._num_collectives,
+            told.kind,
+            shape,
+            None if like is None else describe_dtype(like.dtype),
+            None if told.op is None else told.op.name,
+            _unusual_reduce_dtype(told),
+            told.root,
+            place=find_place(),
+            started_s=time.time(),
+        )
+        self._num_collectives += 1
+        self._digest = (self._digest + digest_of(record.signature)) % 2**64
+        self._count(told.kind, self._flow(told))
+        self.recorder.add(record)
+        return record
+
+    def _enter_message(self, message: Send | Recv) -> Record:
+        record = Record(
+            self._comm.name,
+            self._num_messages,
+            "send" if isinstance(message, Send) else "recv",
+            tuple(message.tensor.shape),
+            describe_dtype(message.tensor.dtype),
+            peer=message.peer,
+            tag=message.tag,
+            place=find_place(),
+            started_s=time.time(),
+        )
+        self._num_messages += 1
+        self.recorder.add(record)
+        return record
+
+    def _post(
+        self, verifier: Verifier, record: Record, told: Told, timeout_s: float | None
+    ) -> CallProof:
+        rows_out = rows_in = None
+        if told.splits is not None:
+            rows_out = _rows(told.splits[0], told.read, self._comm.size)
+            rows_in = _rows(told.splits[1], told.written, self._comm.size)
+        return verifier.post(record, rows_out, rows_in, timeout_s)
+
+    def _flow(self, told: Told) -> Flow:
+        if told.like is None:
+            return Flow(operations=1)
+        rank, size = self._comm.rank, self._comm.size
+        read = 0 if told.read is None else told.read.numel()
+        written = 0 if told.written is None else told.written.numel()
+        if told.splits is not None:
+            row = told.like[:1].numel()
+            sent = read - _rows(told.splits[0], told.read, size)[rank] * row
+        else:
+            small = {"gather": read, "scatter": written}.get(told.kind)
+            large = max(read, written) if small is None else small * size
+            sent = elements_sent(told.kind, large, rank, size, told.root)
+        return Flow.of_elements(read, written, sent, told.like.itemsize)
+
+    def _count(self, kind: str, flow: Flow) -> None:
+        self._flows[kind] = self._flows.get(kind, Flow()) + flow
+
+    def _wrap(
+        self,
+        work: Work,
+        records: Sequence[Record],
+        proofs: Sequence[Proof],
+        sent: Sequence[Work] = (),
+    ) -> Work:
+        wrapped = RecordedWork(work, records, proofs, self._fail, self.block, sent)
+        if self.block is not None:
+            self.block.works.append(wrapped)
+        return wrapped
+
+    def _fail(self, error: CollectiveError, record: Record) -> None:
+        if isinstance(error, DisagreementOfTwoError):
+            # Two ranks know of it, and the others wait for them.
+            self._comm.abort(str(error))
+        self._explain(error, str(record))
+
+    def _explain(self, error: CollectiveError, what: str) -> None:
+        note = f"rank {self._comm.rank} was in {what} of {self._comm.name!r}"
+        if any(note in other for other in getattr(error, "__notes__", ())):
+            return
+        error.add_note(f"{note}; its last operations:\n{self.recorder.dump(_NUM_TOLD)}")
+
+
+def _unusual_reduce_dtype(told: Told) -> str | None:
+    if told.like is None or told.op is None or told.reduce_dtype is None:
+        return None
+    usual = resolve_reduce_dtype(told.kind, told.like.dtype, told.op, None)
+    return None if told.reduce_dtype is usual else describe_dtype(told.reduce_dtype)
+
+
+def _rows(splits: Sequence[int] | None, tensor: torch.Tensor | None, size: int) -> list[int]:
+    assert tensor is not None
+    return [tensor.shape[0] // size] * size if splits is None else [int(part) for part in splits]

@@ -1,0 +1,269 @@
+"""A communicator around another one that counts, remembers and compares what is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from trainwright.collectives import checks
+from trainwright.collectives.flight import FlightRecorder
+from trainwright.collectives.ledger import Ledger, Told
+from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
+from trainwright.collectives.recorded_work import Block, RecordedBlock
+from trainwright.collectives.traffic import Traffic
+from trainwright.collectives.verification import make_verifier
+
+
+class Recorded:
+    """A `Communicator` around ``comm`` with the same results, which counts and remembers.
+
+    ``traffic`` counts what this rank has called; ``recorder`` keeps the last operations with their
+    place in the caller's code; errors get notes that tell this rank's last operations. ``check()``
+    compares what all ranks have called so far. With ``verify``, each operation is compared when it
+    is waited for, before its result is: ranks that called different things raise one error that
+    says who called what and where, and ranks that do not come are named together with what they
+    called last. Starting an operation never waits for a peer, with ``verify`` neither.
+
+    Args:
+        comm: The communicator that does the work.
+        verify: Whether each operation is compared. A `Communicator` of the same ranks in the same
+            order is used for that (beside NCCL, one over Gloo spares the device); True splits
+            ``comm``.
+        recorder: Where operations are kept; None makes one. Communicators made by ``split`` share
+            it.
+
+    Raises:
+        UsageError: ``verify`` is a communicator of other ranks.
+
+    Communicates:
+        Without ``verify`` nothing of its own. With it one or two splits now, and per operation
+        what `Verifier` says. All ranks construct together and with the same ``verify``.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        verify: bool | Communicator = False,
+        recorder: FlightRecorder | None = None,
+    ) -> None:
+        self._comm = comm
+        verifier = None if verify is False else make_verifier(comm, verify)
+        self._ledger = Ledger(comm, FlightRecorder() if recorder is None else recorder, verifier)
+
+    @property
+    def rank(self) -> int:
+        """See `Communicator.rank`."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """See `Communicator.size`."""
+        return self._comm.size
+
+    @property
+    def device(self) -> torch.device:
+        """See `Communicator.device`."""
+        return self._comm.device
+
+    @property
+    def name(self) -> str:
+        """See `Communicator.name`."""
+        return self._comm.name
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has called so far, counted; without what ``verify`` sends."""
+        return self._ledger.traffic
+
+    @property
+    def recorder(self) -> FlightRecorder:
+        """The last operations of this rank."""
+        return self._ledger.recorder
+
+    def __repr__(self) -> str:
+        """Name the communicator inside."""
+        return f"Recorded({self._comm!r})"
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """See `Communicator.all_reduce`."""
+        with self._ledger.starting("all_reduce"):
+            work = self._comm.all_reduce(tensor, op, reduce_dtype=reduce_dtype, timeout_s=timeout_s)
+        told = Told("all_reduce", tensor, tensor, tensor, op, reduce_dtype)
+        return self._ledger.follow(work, told, timeout_s)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """See `Communicator.reduce_scatter`."""
+        with self._ledger.starting("reduce_scatter"):
+            work = self._comm.reduce_scatter(
+                output, input, op, reduce_dtype=reduce_dtype, timeout_s=timeout_s
+            )
+        told = Told("reduce_scatter", output, input, output, op, reduce_dtype)
+        return self._ledger.follow(work, told, timeout_s)
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, timeout_s: float | None = None
+    ) -> Work:
+        """See `Communicator.all_gather`."""
+        with self._ledger.starting("all_gather"):
+            work = self._comm.all_gather(output, input, timeout_s=timeout_s)
+        return self._ledger.follow(work, Told("all_gather", input, input, output), timeout_s)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """See `Communicator.all_to_all`."""
+        with self._ledger.starting("all_to_all"):
+            work = self._comm.all_to_all(
+                output, input, output_splits, input_splits, timeout_s=timeout_s
+            )
+        told = Told("all_to_all", input, input, output, splits=(input_splits, output_splits))
+        return self._ledger.follow(work, told, timeout_s)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, timeout_s: float | None = None) -> Work:
+        """See `Communicator.broadcast`."""
+        with self._ledger.starting("broadcast"):
+            work = self._comm.broadcast(tensor, root, timeout_s=timeout_s)
+        is_root = root == self.rank
+        read, written = (tensor, None) if is_root else (None, tensor)
+        told = Told("broadcast", tensor, read, written, root=root)
+        return self._ledger.follow(work, told, timeout_s)
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: int,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """See `Communicator.reduce`."""
+        with self._ledger.starting("reduce"):
+            work = self._comm.reduce(
+                tensor, root, op, reduce_dtype=reduce_dtype, timeout_s=timeout_s
+            )
+        written = tensor if root == self.rank else None
+        told = Told("reduce", tensor, tensor, written, op, reduce_dtype, root)
+        return self._ledger.follow(work, told, timeout_s)
+
+    def scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor | None,
+        root: int,
+        *,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """See `Communicator.scatter`."""
+        with self._ledger.starting("scatter"):
+            work = self._comm.scatter(output, input, root, timeout_s=timeout_s)
+        told = Told("scatter", output, input, output, root=root)
+        return self._ledger.follow(work, told, timeout_s)
+
+    def gather(
+        self,
+        output: torch.Tensor | None,
+        input: torch.Tensor,
+        root: int,
+        *,
+        timeout_s: float | None = None,
+    ) -> Work:
+        """See `Communicator.gather`."""
+        with self._ledger.starting("gather"):
+            work = self._comm.gather(output, input, root, timeout_s=timeout_s)
+        told = Told("gather", input, input, output, root=root)
+        return self._ledger.follow(work, told, timeout_s)
+
+    def send(
+        self, tensor: torch.Tensor, peer: int, tag: int = 0, *, timeout_s: float | None = None
+    ) -> Work:
+        """See `Communicator.send`."""
+        with self._ledger.starting("send"):
+            work = self._comm.send(tensor, peer, tag, timeout_s=timeout_s)
+        return self._ledger.follow_messages(work, "send", [Send(tensor, peer, tag)], timeout_s)
+
+    def recv(
+        self, tensor: torch.Tensor, peer: int, tag: int = 0, *, timeout_s: float | None = None
+    ) -> Work:
+        """See `Communicator.recv`."""
+        with self._ledger.starting("recv"):
+            work = self._comm.recv(tensor, peer, tag, timeout_s=timeout_s)
+        return self._ledger.follow_messages(work, "recv", [Recv(tensor, peer, tag)], timeout_s)
+
+    def exchange(self, messages: Sequence[Send | Recv], *, timeout_s: float | None = None) -> Work:
+        """See `Communicator.exchange`."""
+        with self._ledger.starting("exchange"):
+            work = self._comm.exchange(messages, timeout_s=timeout_s)
+        return self._ledger.follow_messages(work, "exchange", messages, timeout_s)
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """See `Communicator.barrier`."""
+        checks.check_timeout("barrier", timeout_s)
+        if self._ledger.block is not None:
+            self._comm.barrier(timeout_s=timeout_s)  # which raises
+        with self._ledger.blocking(Told("barrier"), timeout_s):
+            self._comm.barrier(timeout_s=timeout_s)
+
+    def split(self, color: int | None, key: int = 0) -> Recorded | None:
+        """See `Communicator.split`; the part records to the same recorder, and verifies too."""
+        checks.check_color(color, key)
+        if self._ledger.block is not None:
+            self._comm.split(color, key)  # which raises
+        verifier = self._ledger.verifier
+        with self._ledger.blocking(Told("split"), None):
+            part = self._comm.split(color, key)
+            compared = verifier and verifier.calls.split(color, key)
+        if part is None:
+            return None
+        return Recorded(part, verify=compared or False, recorder=self.recorder)
+
+    @contextmanager
+    def coalesce(self) -> Iterator[Work]:
+        """See `Communicator.coalesce`."""
+        with self._comm.coalesce() as work:
+            block = self._ledger.block = Block()
+            try:
+                yield RecordedBlock(work, block)
+            finally:
+                self._ledger.block = None
+        block.is_open = False
+
+    def check(self, *, timeout_s: float | None = None) -> None:
+        """Compare what all ranks have called so far, messages left out.
+
+        Raises:
+            UsageError: They called different collectives; the same text on every rank, which names
+                the first that differs, who called what, and where.
+
+        Communicates:
+            One all-gather of 16 bytes a rank; where ranks differ, their recorded operations.
+        """
+        self._ledger.check(timeout_s)
+
+    def abort(self, cause: BaseException | str) -> None:
+        """See `Communicator.abort`."""
+        self._comm.abort(cause)
