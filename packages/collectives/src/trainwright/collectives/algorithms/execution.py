@@ -1,0 +1,201 @@
+"""The one executor of all plans: one exchange of messages a step, then what they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+import torch
+
+from trainwright.collectives.algorithms.plan import Part, Payload, Plan, Step
+from trainwright.collectives.arithmetic import combine
+from trainwright.collectives.protocol import Recv, ReduceOp, Send, Work
+
+
+class Passage(Protocol):
+    """What an algorithm needs of a `Communicator`."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must live."""
+        ...
+
+    def exchange(self, messages: Sequence[Send | Recv]) -> Work:
+        """Start all messages together, so that no order among them can deadlock."""
+        ...
+
+
+class Execution:
+    """One run of a plan on this rank.
+
+    Args:
+        comm: The ranks of the plan.
+        plan: This rank's steps.
+        source: This rank's flat elements; only read, unless it is ``result``.
+        result: Where results go, flat, with as many elements; None where the plan moves none. If
+            it is ``source``, and every result ends here, contributions are combined in place.
+        op: How contributions are combined.
+        dtype: Dtype in which they are.
+    """
+
+    def __init__(
+        self,
+        comm: Passage,
+        plan: Plan,
+        source: torch.Tensor,
+        result: torch.Tensor | None,
+        op: ReduceOp,
+        dtype: torch.dtype,
+    ) -> None:
+        self._comm = comm
+        self._plan = plan
+        self._source = source
+        self._result = result
+        self._op = op
+        self._dtype = dtype
+        self._bounds = plan.bounds(source.numel())
+        self._finished = set(range(*plan.given))
+        self._combined: list[_Combined] = []
+        self._spare: list[torch.Tensor] = []
+        if result is source and dtype is source.dtype and plan.kept == (0, plan.num_chunks):
+            self._combined.append(_Combined(0, plan.num_chunks, source))
+
+    def run(self) -> None:
+        """Do all steps, and bring to ``result`` whatever of it ends here."""
+        for step in self._plan.steps:
+            self._do(step)
+        if self._result is not None:
+            self._finish(*self._plan.kept)
+
+    def write(self, start: int, stop: int, target: torch.Tensor) -> None:
+        """Write the end result of chunks that were combined here to ``target``, rounded once."""
+        total = self._partial(start, stop)
+        if self._op is ReduceOp.AVG and self._plan.size > 1:
+            # Complex division by a number rounds more than once.
+            quotient = torch.view_as_real(total) if total.is_complex() else total
+            quotient.div_(self._plan.size)
+        if total.data_ptr() != target.data_ptr():
+            target.copy_(total)
+
+    def _do(self, step: Step) -> None:
+        messages: list[Send | Recv] = []
+        for part in step.sends:
+            if self._numel(part.start, part.stop) > 0:
+                messages.append(Send(self._leaving(part), part.peer))
+        arrivals: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
+        for part in step.receives:
+            if self._numel(part.start, part.stop) > 0:
+                buffer = self._arriving(part)
+                messages.append(Recv(buffer, part.peer))
+                if part.payload is not Payload.RESULT:
+                    key = (part.start, part.stop)
+                    arrivals.setdefault(key, []).append((part.peer, buffer))
+            if part.payload is Payload.RESULT:
+                self._finished.update(range(part.start, part.stop))
+        if messages:
+            self._comm.exchange(messages).wait()
+        for part in step.sends:
+            if part.payload is Payload.PARTIAL:
+                self._forget(part.start, part.stop)
+        for (start, stop), parts in arrivals.items():
+            self._combine(start, stop, parts)
+
+    def _leaving(self, part: Part) -> torch.Tensor:
+        cut = self._cut(part.start, part.stop)
+        if part.payload is Payload.CONTRIBUTION:
+            return self._source[cut]
+        if part.payload is Payload.PARTIAL:
+            return self._partial(part.start, part.stop)
+        assert self._result is not None
+        self._finish(part.start, part.stop)
+        return self._result[cut]
+
+    def _arriving(self, part: Part) -> torch.Tensor:
+        if part.payload is Payload.RESULT:
+            assert self._result is not None
+            return self._result[self._cut(part.start, part.stop)]
+        is_partial = part.payload is Payload.PARTIAL
+        dtype = self._dtype if is_partial else self._source.dtype
+        return self._take(self._numel(part.start, part.stop), dtype)
+
+    def _combine(self, start: int, stop: int, parts: list[tuple[int, torch.Tensor]]) -> None:
+        """Combine what came for these chunks with what is here, in rank order."""
+        held = self._find(start, stop)
+        buffers = [buffer for _, buffer in parts]
+        if held is None:
+            own = self._source[self._cut(start, stop)]
+            wide = [buffer for buffer in buffers if buffer.dtype is self._dtype]
+            total = wide[0] if wide else self._take(own.numel(), self._dtype)
+            self._combined.append(_Combined(start, stop, total))
+        else:
+            own = total = self._view(held, start, stop)
+        ordered = sorted([*parts, (self._comm.rank, own)], key=lambda item: item[0])
+        op = ReduceOp.SUM if self._op is ReduceOp.AVG else self._op
+        combine([total], [tensor for _, tensor in ordered], op, self._dtype)
+        self._spare += [buffer for buffer in buffers if buffer is not total]
+
+    def _finish(self, start: int, stop: int) -> None:
+        """Bring the end result of the chunks among these that were combined here to its place."""
+        assert self._result is not None
+        for chunk in range(start, stop):
+            if chunk not in self._finished:
+                self._finished.add(chunk)
+                self.write(chunk, chunk + 1, self._result[self._cut(chunk, chunk + 1)])
+                self._forget(chunk, chunk + 1)
+
+    def _partial(self, start: int, stop: int) -> torch.Tensor:
+        held = self._find(start, stop)
+        if held is None:
+            return self._source[self._cut(start, stop)].to(self._dtype)
+        return self._view(held, start, stop)
+
+    def _find(self, start: int, stop: int) -> _Combined | None:
+        # The last one is the newest, and plans only narrow down what they combine.
+        for held in reversed(self._combined):
+            if held.start <= start and stop <= held.stop:
+                return held
+        return None
+
+    def _forget(self, start: int, stop: int) -> None:
+        for held in self._combined:
+            if (held.start, held.stop) == (start, stop) and held.buffer is not self._source:
+                self._combined.remove(held)
+                self._spare.append(held.buffer)
+                return
+
+    def _view(self, held: _Combined, start: int, stop: int) -> torch.Tensor:
+        offset = self._bounds[held.start]
+        return held.buffer[self._bounds[start] - offset : self._bounds[stop] - offset]
+
+    def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory to write to: fresh pages cost more than the copy into them."""
+        for index, buffer in enumerate(self._spare):
+            if buffer.dtype is dtype and buffer.numel() >= numel:
+                return self._spare.pop(index)[:numel]
+        return torch.empty(numel, dtype=dtype, device=self._source.device)
+
+    def _cut(self, start: int, stop: int) -> slice:
+        return slice(self._bounds[start], self._bounds[stop])
+
+    def _numel(self, start: int, stop: int) -> int:
+        return self._bounds[stop] - self._bounds[start]
+
+
+@attrs.define(eq=False)
+class _Combined:
+    """Chunks of which more than this rank's own contribution is here."""
+
+    start: int
+    stop: int
+    buffer: torch.Tensor
