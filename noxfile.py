@@ -11,17 +11,7 @@ import nox
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
-from tools.environments import (
-    PACKAGES,
-    PROJECTS,
-    Timer,
-    alone,
-    oldest,
-    prepare,
-    pytest,
-    threads,
-    workers,
-)
+from tools.environments import PACKAGES, PROJECTS, Timer, alone, oldest, prepare, pytest, threads
 
 EVERYTHING = [*PACKAGES, "integration"]
 NAMED = bool({"-s", "--session", "--sessions", "-e"} & set(sys.argv))
@@ -36,7 +26,7 @@ def tests(session: nox.Session, package: str) -> None:
     """Run one package's tests where only it and collectives are installed."""
     with Timer(session):
         prepare(session, *alone(package))
-        pytest(session, "tests", f"packages/{package}/tests", *workers(), *session.posargs)
+        pytest(session, "tests", f"packages/{package}/tests", *session.posargs)
 
 
 @nox.session
