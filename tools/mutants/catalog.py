@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from tools.mutants.faults import FAULTS_OF_THE_WHOLE
 from tools.mutants.faults_of_data_parallelism import FAULTS_OF_DATA_PARALLELISM
+from tools.mutants.faults_of_sequence_parallelism import FAULTS_OF_SEQUENCE_PARALLELISM
 from tools.mutants.faults_of_tensor_parallelism import FAULTS_OF_TENSOR_PARALLELISM
 
-FAULTS = (*FAULTS_OF_DATA_PARALLELISM, *FAULTS_OF_TENSOR_PARALLELISM, *FAULTS_OF_THE_WHOLE)
+FAULTS = (
+    *FAULTS_OF_DATA_PARALLELISM,
+    *FAULTS_OF_TENSOR_PARALLELISM,
+    *FAULTS_OF_SEQUENCE_PARALLELISM,
+    *FAULTS_OF_THE_WHOLE,
+)

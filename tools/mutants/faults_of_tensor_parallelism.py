@@ -1,4 +1,4 @@
-"""Faults of tensor and sequence parallelism: groups, placements, heads, vocabularies, positions."""
+"""Faults of tensor parallelism: groups, placements, heads, vocabularies."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ FUSED = (f"{TESTS}/tensor/test_heads.py", "-k", "fused")
 SHARED_KEYS = (f"{TESTS}/tensor/test_heads.py", "-k", "shared_key_gradients")
 EMBEDDING = (f"{TESTS}/test_tensor_layers.py", "-k", "vocab_parallel_embedding")
 SMOOTHING = (f"{TESTS}/tensor/test_vocab_loss.py", "-k", "smoothed_label")
-DROPOUT = (f"{TESTS}/tensor/test_parallelize.py", "-k", "dropout_drops")
-POSITIONS = (f"{TESTS}/tensor/test_sequence_parallel.py", "-k", "sequences_of_any_length")
-REGATHER = f"{TESTS}/tensor/test_sequence_parallel.py"
 PLANS = (f"{TESTS}/tensor/test_plans_of_transformers.py", "-k", "under_its_plan and parts-4")
 
 FAULTS_OF_GRADIENTS = (
@@ -76,6 +73,20 @@ FAULTS_OF_GRADIENTS = (
         (f"{TESTS}/test_tensor_layers.py", "-k", "row_parallel_linear"),
     ),
     Fault(
+        "the gradient of a row product's output is summed though every rank has it whole",
+        f"{TENSOR}/products.py",
+        "    return _apply(_SumInPlace, terms, tp)",
+        "    return differentiable.replicate_to_partial(_apply(_SumInPlace, terms, tp), tp)",
+        (f"{TESTS}/test_tensor_layers.py", "-k", "row_parallel_linear"),
+    ),
+    Fault(
+        "the ranks' terms of the gradient of a head's input are not added",
+        f"{TENSOR}/fused_head.py",
+        "        hidden = differentiable.replicate_to_partial(hidden, tp)\n",
+        "        pass\n",
+        (f"{TESTS}/tensor/test_head_fused.py", "-k", "sums_and_all_gradients"),
+    ),
+    Fault(
         "the input gradient of shared key and value heads is summed twice",
         f"{TENSOR}/key_value.py",
         "            is_entered=self.input_is_entered,",
@@ -96,6 +107,20 @@ FAULTS_OF_GRADIENTS = (
         "            return self.residual.join(output)",
         PLANS,
     ),
+    Fault(
+        "the gradient of a base model's whole output is summed",
+        f"{TENSOR}/regions.py",
+        "        return self.residual.join(output)",
+        "        return self.residual.enter(output)",
+        (*PLANS[:2], "base_model_ends"),
+    ),
+    Fault(
+        "terms of a norm of a rank's heads are added under sequence parallelism only",
+        f"{TENSOR}/building.py",
+        "    if isinstance(style, Norm) and not setting.residual.is_cut:",
+        "    if not setting.residual.is_cut:",
+        (f"{TESTS}/tensor/test_parallelize.py", "-k", "shared_part"),
+    ),
 )
 
 FAULTS_OF_HEADS = (
@@ -108,6 +133,13 @@ FAULTS_OF_HEADS = (
         "            for head in self._heads.indices(rank)\n"
         "        )",
         BLOCKS,
+    ),
+    Fault(
+        "repeated key heads take turns instead of standing beside each other",
+        f"{TENSOR}/key_value.py",
+        "[head for head, n in zip(heads, self.repeats, strict=True) for _ in range(n)]",
+        "(list(heads) * max(self.repeats))[: sum(self.repeats)]",
+        (*FUSED[:2], "repeated_heads"),
     ),
     Fault(
         "queries stand behind keys and values in the cut of [Q; K; V]",
@@ -200,68 +232,8 @@ FAULTS_OF_VOCABULARIES = (
     ),
 )
 
-FAULTS_OF_POSITIONS = (
-    Fault(
-        "the ranks' terms of positions are not added",
-        f"{TENSOR}/sequence.py",
-        "        return differentiable.partial_to_shard(terms, tp, sequence.dim)",
-        "        return differentiable.replicate_to_shard(terms, tp, sequence.dim)",
-        POSITIONS,
-    ),
-    Fault(
-        "the ranks' terms of positions are not added where ranks have unequally many",
-        f"{TENSOR}/sequence.py",
-        "    return sum_part(terms, tp, Cut.uneven(length, tp.size), sequence.dim)",
-        "    return take_part(terms, tp, Cut.uneven(length, tp.size), sequence.dim)",
-        POSITIONS,
-    ),
-    Fault(
-        "positions are gathered again in the order of ranks turned round",
-        f"{TENSOR}/pending.py",
-        "stacked.view(comm.size, *padded.shape).movedim(0, dim)",
-        "stacked.view(comm.size, *padded.shape).flip(0).movedim(0, dim)",
-        IN_SEQUENCE,
-    ),
-    Fault(
-        "of padded parts the last positions are kept",
-        f"{TENSOR}/parts.py",
-        "slot.narrow(dim, 0, n) for slot, n",
-        "slot.narrow(dim, largest - n, n) for slot, n",
-        POSITIONS,
-    ),
-    Fault(
-        "what was gathered for one backward serves the next",
-        f"{TENSOR}/sequence.py",
-        "            self._served = 0\n            self._whole = None",
-        "            self._served = 0",
-        (REGATHER, "-k", "share_an_entrance"),
-    ),
-    Fault(
-        "what was changed in place since is gathered as it was before",
-        f"{TENSOR}/sequence.py",
-        "found if found.versions == (found.part._version, whole._version) else None",
-        "found",
-        (REGATHER, "-k", "changed_in_place"),
-    ),
-    Fault(
-        "tensor ranks drop the same places of the different parts that they hold",
-        f"{TENSOR}/dropout.py",
-        "        return self.rank * local, self.ranks * local",
-        "        return 0, self.ranks * local",
-        (f"{TESTS}/tensor/test_dropout.py", "-k", "ranks_hold_the_same"),
-    ),
-    Fault(
-        "tensor ranks that hold the same activations draw masks of their own",
-        f"{TENSOR}/building.py",
-        "PlacedDropout(each.module.p, style.seed, each.name",
-        "PlacedDropout(each.module.p, style.seed + setting.tp.rank, each.name",
-        DROPOUT,
-    ),
-)
-
 FAULTS_OF_TENSOR_PARALLELISM = (
     *FAULTS_OF_GRADIENTS,
     *FAULTS_OF_HEADS,
     *FAULTS_OF_VOCABULARIES,
-    *FAULTS_OF_POSITIONS,
 )
