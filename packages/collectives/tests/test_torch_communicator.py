@@ -43,6 +43,7 @@ NOT_OF_NATIVE_GLOO = {
     "all_reduce_is_reduce_then_broadcast",
     "reduce_scatter_is_reduce_then_scatter",
     "all_reduce_is_reduce_scatter_then_all_gather",
+    "sums_are_in_rank_order_whoever_comes_first",
     "works_may_be_forgotten",
     "works_tell_whether_they_are_done",
     "splits_order_their_ranks_by_key",

@@ -17,6 +17,12 @@ _IN_PLACE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]] = {
     ReduceOp.PRODUCT: torch.Tensor.mul_,
     ReduceOp.MAX: lambda total, part: torch.maximum(total, part.to(total.dtype), out=total),
     ReduceOp.MIN: lambda total, part: torch.minimum(total, part.to(total.dtype), out=total),
+    ReduceOp.LOGICAL_AND: torch.Tensor.logical_and_,
+    ReduceOp.LOGICAL_OR: torch.Tensor.logical_or_,
+    ReduceOp.LOGICAL_XOR: torch.Tensor.logical_xor_,
+    ReduceOp.BITWISE_AND: lambda total, part: total.bitwise_and_(part.to(total.dtype)),
+    ReduceOp.BITWISE_OR: lambda total, part: total.bitwise_or_(part.to(total.dtype)),
+    ReduceOp.BITWISE_XOR: lambda total, part: total.bitwise_xor_(part.to(total.dtype)),
 }
 
 
@@ -45,7 +51,7 @@ def combine(
 
 def accumulate(total: torch.Tensor, part: torch.Tensor, op: ReduceOp) -> None:
     """Combine one more part into ``total``, in the dtype of ``total``; AVG adds."""
-    _IN_PLACE[op](total, part)
+    _IN_PLACE[op](total, part.to(torch.bool) if op.is_logical else part)
 
 
 def _combine_chunk(

@@ -175,6 +175,17 @@ def resolve_reduce_dtype(
     """Return the dtype contributions are combined in, or raise where ``op`` has no meaning."""
     if not isinstance(op, ReduceOp):
         raise UsageError(f"{what}: op must be a ReduceOp, got {op!r}")
+    if op.is_logical:
+        if requested not in (None, torch.bool):
+            raise UsageError(
+                f"{what}: {op.name} combines truth values, not {requested}; leave reduce_dtype out"
+            )
+        return torch.bool
+    if op.is_bitwise and (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError(
+            f"{what}: {op.name} is for integers and bool, not {describe_dtype(dtype)}; use "
+            f"{op.name.replace('BITWISE', 'LOGICAL')}, or .view() of an integer dtype"
+        )
     if dtype.is_floating_point:
         return _resolve_floating(what, dtype, requested)
     if dtype.is_complex:
@@ -184,9 +195,10 @@ def resolve_reduce_dtype(
             raise UsageError(f"{what}: complex numbers cannot be added in {requested}")
         return requested or dtype
     if dtype is torch.bool:
-        if op not in _ORDERED:
+        if op not in _ORDERED and not op.is_bitwise:
             raise UsageError(
-                f"{what}: {op.name} of bool is ambiguous; use MAX (or), MIN (and), or .to(int64)"
+                f"{what}: {op.name} of bool is ambiguous; use LOGICAL_OR, LOGICAL_AND, "
+                "LOGICAL_XOR, or .to(int64)"
             )
     elif dtype not in _INTEGERS:
         raise UsageError(

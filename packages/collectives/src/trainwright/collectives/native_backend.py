@@ -14,7 +14,7 @@ from trainwright.collectives import direct
 from trainwright.collectives.calls import Call, Kind, members_by_color
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.failures import Failure, FailureBoard
-from trainwright.collectives.native_wire import as_bytes, from_wire, to_wire, wire_op
+from trainwright.collectives.native_wire import as_bytes, from_wire, is_carried, to_wire, wire_op
 from trainwright.collectives.native_work import Finish, NativeWork
 from trainwright.collectives.protocol import Recv, Send, Work
 from trainwright.collectives.scratch import Scratch
@@ -34,6 +34,10 @@ class NativeBackend:
             them; the group may count them in another.
         name: for messages.
         board: where failures of the world are told.
+        is_deterministic: whether contributions are exchanged by messages and combined in the order
+            of the ranks, instead of by the backend in an order of its own. Large reductions then
+            wait for the peers when they start, on CUDA the stream does. Operations that the
+            backend does not have are done so in any case.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class NativeBackend:
         ranks: Sequence[int],
         name: str,
         board: FailureBoard,
+        is_deterministic: bool = False,
     ) -> None:
         order = dist.get_process_group_ranks(group)
         self.rank = list(ranks).index(dist.get_rank())
@@ -51,6 +56,7 @@ class NativeBackend:
         self.name = name
         self.ranks = tuple(ranks)
         self.board = board
+        self._is_deterministic = is_deterministic
         self._group = group
         self._in_group = [order.index(rank) for rank in ranks]
         self._is_in_order = self._in_group == list(range(self.size))
@@ -66,7 +72,10 @@ class NativeBackend:
         work = NativeWork(self.board, self.name, self.ranks, call, call.timeout_s)
         if _has_elements(call):
             with torch.no_grad(), work.explained():
-                works, finish = _STARTERS[call.kind](self, call)
+                if call.op is not None and (self._is_deterministic or not is_carried(call)):
+                    works, finish = self._start_exchange(call)
+                else:
+                    works, finish = _STARTERS[call.kind](self, call)
             work.start(works, finish, call)
         return work
 
@@ -109,7 +118,9 @@ class NativeBackend:
             backend = dist.get_backend_config(self._group)
             group = dist.new_group(ranks, backend=backend, group_desc=name, sort_ranks=False)
             if made_for == color:
-                mine_made = NativeBackend(group, self.device, ranks, name, self.board)
+                mine_made = NativeBackend(
+                    group, self.device, ranks, name, self.board, self._is_deterministic
+                )
         return mine_made
 
     def abort(self, cause: str) -> None:
@@ -205,9 +216,19 @@ class NativeBackend:
 
     def _start_messages(self, call: Call) -> Started:
         plan = direct.plan(call, self.rank, self.size, Scratch())
-        receives = [Recv(tensor, peer) for peer, tensor in plan.receives]
-        sends = [Send(tensor, peer) for peer, tensor in plan.sends]
-        return self._batch([*receives, *sends]), None
+        return self._batch(_messages(plan.receives, plan.sends)), None
+
+    def _start_exchange(self, call: Call) -> Started:
+        plan = direct.plan(call, self.rank, self.size, Scratch())
+        works = self._batch(_messages(plan.receives, plan.sends))
+        if plan.between is not None:
+            for work in works:
+                if call.timeout_s is None:
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=call.timeout_s))
+            works = self._batch(_messages(plan.late_receives, plan.between()))
+        return works, plan.finish
 
 
 _STARTERS: dict[Kind, Callable[[NativeBackend, Call], Started]] = {
@@ -221,6 +242,13 @@ _STARTERS: dict[Kind, Callable[[NativeBackend, Call], Started]] = {
     Kind.GATHER: NativeBackend._start_messages,
     Kind.BARRIER: NativeBackend._start_barrier,
 }
+
+
+def _messages(receives: Sequence[direct.Part], sends: Sequence[direct.Part]) -> list[Send | Recv]:
+    return [
+        *(Recv(tensor, peer) for peer, tensor in receives),
+        *(Send(tensor, peer) for peer, tensor in sends),
+    ]
 
 
 def _has_elements(call: Call) -> bool:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from trainwright.collectives.calls import Call
-from trainwright.collectives.errors import UsageError
 from trainwright.collectives.protocol import ReduceOp
 
 _WIDER = {torch.bool: torch.uint8, torch.int16: torch.int32}
@@ -24,6 +23,12 @@ _OPS = {
 }
 
 
+def is_carried(call: Call) -> bool:
+    """Whether backends have an operation for the call's ``op``; NCCL has none on bits."""
+    is_complex = call.dtype is not None and call.dtype.is_complex
+    return call.op in _OPS and not (is_complex and call.op is ReduceOp.PRODUCT)
+
+
 def wire_op(call: Call) -> Any:
     """Return the operation the backend runs for the call's ``op``."""
     assert call.op is not None
@@ -37,10 +42,6 @@ def to_wire(tensor: torch.Tensor, call: Call, copy: bool = False) -> torch.Tenso
     if dtype.is_floating_point and call.op in _ORDERED:
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         return _to_ordered_bits(tensor.to(wide), is_max=call.op is ReduceOp.MAX)
-    if dtype.is_complex and call.op is ReduceOp.PRODUCT:
-        raise UsageError(
-            f"{call.kind.value}: PRODUCT of complex numbers is not available on this backend yet"
-        )
     wire = tensor.to(dtype, copy=copy)
     return torch.view_as_real(wire) if dtype.is_complex else wire
 

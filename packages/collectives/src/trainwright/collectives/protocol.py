@@ -12,13 +12,34 @@ import torch
 
 
 class ReduceOp(enum.Enum):
-    """How contributions of the ranks are combined, element by element."""
+    """How contributions of the ranks are combined, element by element.
+
+    The logical ones ask of an element of any dtype whether it is not zero (a NaN is not) and give
+    1 or 0 in that dtype; exclusive or is true where an odd number of ranks is. The bitwise ones
+    are for integers and bool.
+    """
 
     SUM = "sum"
     AVG = "avg"
     MAX = "max"
     MIN = "min"
     PRODUCT = "product"
+    LOGICAL_AND = "logical_and"
+    LOGICAL_OR = "logical_or"
+    LOGICAL_XOR = "logical_xor"
+    BITWISE_AND = "bitwise_and"
+    BITWISE_OR = "bitwise_or"
+    BITWISE_XOR = "bitwise_xor"
+
+    @property
+    def is_logical(self) -> bool:
+        """Whether it combines truth values."""
+        return self in (ReduceOp.LOGICAL_AND, ReduceOp.LOGICAL_OR, ReduceOp.LOGICAL_XOR)
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether it combines the bits of integers."""
+        return self in (ReduceOp.BITWISE_AND, ReduceOp.BITWISE_OR, ReduceOp.BITWISE_XOR)
 
 
 @runtime_checkable
@@ -73,6 +94,10 @@ class Communicator(Protocol):
     one. Strided tensors are copied in and out, or refused, never misread. ``reduce_dtype`` is the
     dtype in which contributions are added (None: at least float32 for floating-point inputs); the
     result is rounded once to the tensor's dtype.
+
+    Reductions are deterministic: contributions are combined in the order of the ranks, so that the
+    bits are the same on every rank, whoever comes first, and on every communicator. What adds in
+    another order, such as NCCL or a ring, says so and is another function or an argument.
     """
 
     @property

@@ -30,11 +30,15 @@ class TorchCommunicator(CheckedCommunicator):
     On CPU with Gloo it makes connections of its own, so that its messages cannot meet those of
     other users of the group; sums are in rank order, in float32 at least, and the same bits on
     every rank. Ranks that call different operations wait for each other until the timeout. With
-    other backends it calls the operations of the group itself.
+    other backends it calls the operations of the group itself, which add in an order of their own
+    unless ``deterministic`` is set.
 
     Args:
         group: a process group, a one-dimensional device mesh, or None for the default group.
         device: where tensors must live; None takes what the group is made for.
+        deterministic: whether reductions are in rank order with every backend: contributions are
+            exchanged by messages and then combined, the same bits as on all other communicators.
+            Gloo on CPU does that in any case. NCCL's own operations are faster.
 
     Raises:
         UsageError: the process is not a member, or the mesh has several dimensions.
@@ -48,9 +52,11 @@ class TorchCommunicator(CheckedCommunicator):
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         device: torch.device | str | None = None,
+        deterministic: bool = False,
     ) -> None:
         members = _resolve_group(group)
-        super().__init__(_make_backend(members, _resolve_device(members.group, device)))
+        place = _resolve_device(members.group, device)
+        super().__init__(_make_backend(members, place, deterministic))
 
 
 @attrs.frozen
@@ -59,7 +65,7 @@ class _Members:
     ranks: tuple[int, ...]
 
 
-def _make_backend(members: _Members, device: torch.device) -> Backend:
+def _make_backend(members: _Members, device: torch.device, deterministic: bool) -> Backend:
     group = members.group
     world_rank = dist.get_rank()
     rank = members.ranks.index(world_rank)
@@ -70,7 +76,7 @@ def _make_backend(members: _Members, device: torch.device) -> Backend:
     board = FailureBoard(store, world_rank)
     if device.type == "cpu" and _backends(group)["cpu"] == "gloo":
         return GlooBackend(store, rank, members.ranks, name, _timeout_s(group, device), board)
-    return NativeBackend(group, device, members.ranks, name, board)
+    return NativeBackend(group, device, members.ranks, name, board, deterministic)
 
 
 def _resolve_device(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:

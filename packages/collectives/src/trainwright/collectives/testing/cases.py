@@ -56,6 +56,10 @@ def contribution(case: Case, rank: int, shape: Sequence[int] | None = None) -> t
     numel = math.prod(shape)
     # Steps of a large prime scatter the values, so that no two ranks or neighbours look alike.
     numbers = (torch.arange(numel) + 1 + rank * max(numel, 1)) * 7919
+    if case.op.is_logical:
+        # Zeros, and fractions that are not zero.
+        scale = 4 if case.dtype.is_floating_point and case.dtype.itemsize > 1 else 1
+        return (numbers % 3 / scale).to(case.dtype).view(shape)
     if case.dtype is torch.bool:
         return (numbers % 3 == 0).view(shape)
     if case.op is ReduceOp.PRODUCT:
@@ -93,6 +97,10 @@ def lay_out(
 
 def is_meaningful(op: ReduceOp, dtype: torch.dtype) -> bool:
     """Whether ranks can be asked for ``op`` of ``dtype``."""
+    if op.is_logical:
+        return True
+    if op.is_bitwise:
+        return dtype is torch.bool or dtype in INTEGERS
     if dtype is torch.bool:
         return op in (ReduceOp.MAX, ReduceOp.MIN)
     if dtype.is_complex:
@@ -119,12 +127,17 @@ def some_cases() -> list[Case]:
     shapes = ((), (5,), (3, 2), (2, 0), (2, 3, 2))
     layouts = tuple(Layout)
     chosen: list[Case] = []
-    for dtype in (*FLOATS, *INTEGERS, torch.bool, torch.complex64):
-        for op in ReduceOp:
-            if is_meaningful(op, dtype):
-                number = len(chosen)
-                shape = shapes[number % len(shapes)]
-                chosen.append(Case(shape, dtype, layouts[number % len(layouts)], op, number))
+    dtypes = (*FLOATS, *INTEGERS, torch.bool, torch.complex64)
+    arithmetic = [op for op in ReduceOp if not op.is_logical and not op.is_bitwise]
+    pairs = [(dtype, op) for dtype in dtypes for op in arithmetic]
+    # Of the others a few dtypes each: they do not depend on it much.
+    others = [op for op in ReduceOp if op not in arithmetic]
+    pairs += [(dtype, op) for op in others for dtype in dtypes[len(pairs) % 2 :: 2]]
+    for dtype, op in pairs:
+        if is_meaningful(op, dtype):
+            number = len(chosen)
+            shape = shapes[number % len(shapes)]
+            chosen.append(Case(shape, dtype, layouts[number % len(layouts)], op, number))
     # Large enough for the algorithms that work by chunks.
     chosen.append(Case((150_001,), torch.float32, Layout.CONTIGUOUS, ReduceOp.SUM, 1))
     chosen.append(Case((300_002,), torch.bfloat16, Layout.STRIDED, ReduceOp.AVG, 2))

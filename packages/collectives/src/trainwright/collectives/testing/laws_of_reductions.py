@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from trainwright.collectives.protocol import Communicator, ReduceOp
@@ -142,6 +144,58 @@ def reduce_dtype_is_the_dtype_of_the_sum(comm: Communicator, case: Case) -> None
     assert one.item() == comm.size
 
 
+def sums_are_in_rank_order_whoever_comes_first(comm: Communicator, case: Case) -> None:
+    """Reductions follow one rule everywhere: in the order of the ranks, rounded once at the end."""
+    for dtype, numel in ((torch.float32, 5), (torch.bfloat16, 36_001), (torch.float16, 70_003)):
+        numbers = torch.arange(numel)
+        given = [
+            (torch.sin(numbers * (rank + 1.0)) * 10.0 ** (rank % 3)).to(dtype)
+            for rank in range(comm.size)
+        ]
+        total = given[0].to(torch.float32, copy=True)
+        for tensor in given[1:]:
+            total += tensor.float()
+        expected = (total / comm.size).to(dtype).to(comm.device)
+        mine = given[comm.rank].to(comm.device)
+        large = mine.repeat(comm.size)
+        part = torch.empty_like(mine)
+        reduced = mine.clone()
+        if comm.rank == case.root % comm.size:
+            time.sleep(0.002)
+
+        works = [
+            comm.reduce_scatter(part, large, ReduceOp.AVG),
+            comm.reduce(reduced, 0, ReduceOp.AVG),
+            comm.all_reduce(mine, ReduceOp.AVG),
+        ]
+        for work in works:
+            work.wait()
+
+        assert_same(mine, expected)
+        assert_same(part, expected)
+        assert comm.rank or torch.equal(reduced, expected)
+
+
+def logical_operations_ask_what_is_not_zero(comm: Communicator, case: Case) -> None:
+    """Fractions, negative numbers and NaN count, negative zero does not; the result is 1 or 0."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.uint16, torch.complex64):
+        values = [0.25, -3.0, float("nan"), -0.0, 0.0]
+        if not dtype.is_floating_point and not dtype.is_complex:
+            values = [7, 1, 2, 0, 0]
+        for op, among_others in (
+            (ReduceOp.LOGICAL_OR, [1, 1, 1, 0, 0]),
+            (ReduceOp.LOGICAL_XOR, [1, 1, 1, 0, 0]),
+            (ReduceOp.LOGICAL_AND, [0, 0, 0, 0, 0] if comm.size > 1 else [1, 1, 1, 0, 0]),
+        ):
+            is_chosen = comm.rank == case.root % comm.size
+            tensor = torch.tensor(values if is_chosen else [0] * 5, device=comm.device).to(dtype)
+
+            comm.all_reduce(tensor, op).wait()
+
+            assert tensor.dtype is dtype
+            assert tensor.tolist() == among_others
+
+
 LAWS_OF_REDUCTIONS = (
     all_reduce_combines_exactly,
     all_reduce_is_reduce_then_broadcast,
@@ -153,6 +207,8 @@ LAWS_OF_REDUCTIONS = (
     integers_stay_exact,
     not_a_number_is_never_hidden,
     reduce_dtype_is_the_dtype_of_the_sum,
+    sums_are_in_rank_order_whoever_comes_first,
+    logical_operations_ask_what_is_not_zero,
 )
 
 
@@ -161,7 +217,25 @@ def combined(comm: Communicator, case: Case) -> torch.Tensor:
     wide = torch.float64 if case.dtype.is_floating_point else torch.int64
     wide = torch.complex128 if case.dtype.is_complex else wide
     stacked = torch.stack([contribution(case, rank).to(wide) for rank in range(comm.size)])
-    if case.op is ReduceOp.SUM:
+    if case.op.is_logical:
+        count = (stacked != 0).sum(0)
+        truth = {
+            ReduceOp.LOGICAL_AND: count == comm.size,
+            ReduceOp.LOGICAL_OR: count > 0,
+            ReduceOp.LOGICAL_XOR: count % 2 == 1,
+        }
+        total = truth[case.op]
+    elif case.op.is_bitwise:
+        bits = torch.stack([stacked >> place & 1 for place in range(64)])
+        count = bits.sum(1)
+        found = {
+            ReduceOp.BITWISE_AND: count == comm.size,
+            ReduceOp.BITWISE_OR: count > 0,
+            ReduceOp.BITWISE_XOR: count % 2 == 1,
+        }
+        places = torch.arange(64).view(-1, *[1] * (count.ndim - 1))
+        total = (found[case.op].long() << places).sum(0)
+    elif case.op is ReduceOp.SUM:
         total = stacked.sum(0)
     elif case.op is ReduceOp.AVG:
         total = stacked.mean(0)
@@ -180,7 +254,8 @@ def noise(
 ) -> torch.Tensor:
     """Return contributions whose combination depends on the order, where the dtype allows it."""
     tensor = contribution(case, rank, shape)
-    if case.dtype.is_floating_point and case.op is not ReduceOp.PRODUCT:
+    is_exact = case.op is ReduceOp.PRODUCT or case.op.is_logical
+    if case.dtype.is_floating_point and not is_exact:
         tensor = (tensor.double() * 1.1 + 0.01).to(case.dtype)
     return tensor.to(comm.device)
 

@@ -57,6 +57,12 @@ _MISTAKES: dict[str, Mistake] = {
     "cannot add float32 values": lambda comm: comm.all_reduce(
         _zeros(comm, 2), reduce_dtype=torch.int32
     ),
+    "BITWISE_OR is for integers and bool, not float32": lambda comm: comm.all_reduce(
+        _zeros(comm, 2), ReduceOp.BITWISE_OR
+    ),
+    "LOGICAL_AND combines truth values, not torch.float32": lambda comm: comm.all_reduce(
+        _zeros(comm, 2), ReduceOp.LOGICAL_AND, reduce_dtype=torch.float32
+    ),
     "expected a tensor, got list": lambda comm: comm.broadcast([1.0], 0),  # type: ignore[arg-type]
     "is on meta": lambda comm: comm.broadcast(torch.zeros(2, device="meta"), 0),
     "sparse": lambda comm: comm.broadcast(_zeros(comm, 2, 2).to_sparse(), 0),
