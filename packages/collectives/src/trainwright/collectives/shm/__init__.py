@@ -1,0 +1,9 @@
+"""Communication between the processes of one host, through memory that all of them see."""
+
+from trainwright.collectives.shm.communicator import SharedMemoryCommunicator
+from trainwright.collectives.shm.system import NotAvailableError
+
+__all__ = [
+    "NotAvailableError",
+    "SharedMemoryCommunicator",
+]

@@ -1,0 +1,205 @@
+"""The flags of one group: what every rank says about its current collectives.
+
+Each rank has a table in its own segment, which it writes and the others read: a slot a collective,
+used again when everybody has finished with the one that had it before. A slot begins with the
+number of the collective plus one, written last, when all else is in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trainwright.collectives.calls import Call, Kind, describe_dtype
+from trainwright.collectives.errors import UsageError
+from trainwright.collectives.protocol import ReduceOp
+from trainwright.collectives.shm.domain import Domain
+
+NUM_SLOTS = 64
+_SLOT_WORDS = 16
+TABLE_BYTES = NUM_SLOTS * _SLOT_WORDS * 8
+
+# Fields of a slot. STAGED, REDUCED and TAKEN count pieces of large tensors.
+_POSTED = 0
+_CODE = 1
+_SHAPE = 2
+OFFSET = 3
+IS_DIRECT = 4
+STAGED = 5
+REDUCED = 6
+TAKEN = 7
+_FINISHED = 8
+
+_KINDS = tuple(Kind)
+_OPS = tuple(ReduceOp)
+_DTYPES = tuple(
+    sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+)
+
+
+class Table:
+    """One rank's view of the tables of its group.
+
+    Args:
+        domain: the memory.
+        rank: this rank in the group.
+        ranks: the group's ranks, counted in the domain.
+        places: the index of each rank's table in the 64-bit numbers of its segment.
+        name: the group, for messages.
+    """
+
+    def __init__(
+        self, domain: Domain, rank: int, ranks: Sequence[int], places: Sequence[int], name: str
+    ) -> None:
+        self._name = name
+        self._domain = domain
+        self._rank = rank
+        self._ranks = ranks
+        self._tables = [
+            (domain.segments[member].words, place)
+            for member, place in zip(ranks, places, strict=True)
+        ]
+        self._own, self._place = self._tables[rank]
+        self._others = [entry for here, entry in enumerate(self._tables) if here != rank]
+        self._is_ordered = domain.is_ordered
+
+    def is_free(self, number: int) -> bool:
+        """Whether everybody has finished with the collective that had the slot before."""
+        if number < NUM_SLOTS:
+            return True
+        return self.have(_FINISHED, number, number - NUM_SLOTS + 1)
+
+    def post(self, number: int, code: tuple[int, int], offset: int, direct_pieces: int) -> None:
+        """Show what this rank contributes; ``direct_pieces`` > 0: the tensor itself, whole."""
+        own = self._own
+        place = self._place + (number % NUM_SLOTS) * _SLOT_WORDS
+        own[place + _CODE], own[place + _SHAPE] = code
+        own[place + OFFSET] = offset
+        own[place + IS_DIRECT] = direct_pieces > 0
+        own[place + STAGED] = direct_pieces
+        own[place + REDUCED] = 0
+        own[place + TAKEN] = 0
+        self._write(place + _POSTED, number + 1)
+
+    def say(self, field: int, number: int, value: int) -> None:
+        """Change one field of this rank's slot."""
+        self._write(self._place + (number % NUM_SLOTS) * _SLOT_WORDS + field, value)
+
+    def finish(self, number: int) -> None:
+        """Say that this rank reads and writes nothing of the others any more."""
+        self.say(_FINISHED, number, number + 1)
+
+    def are_posted(self, number: int) -> bool:
+        """Whether all the others have started this collective."""
+        return self.have(_POSTED, number, number + 1)
+
+    def are_finished(self, number: int) -> bool:
+        """Whether all the others have finished this collective."""
+        return self.have(_FINISHED, number, number + 1)
+
+    def have(self, field: int, number: int, value: int) -> bool:
+        """Whether a field has come to a value in the slots of all the others."""
+        shift = (number % NUM_SLOTS) * _SLOT_WORDS + field
+        for words, place in self._others:
+            if words[place + shift] < value:
+                return False
+        if not self._is_ordered:
+            self._domain.fence()
+        return True
+
+    def has(self, rank: int, field: int, number: int, value: int) -> bool:
+        """Whether a field has come to a value in the slot of one rank."""
+        if self.read(rank, field, number) < value:
+            return False
+        if not self._is_ordered:
+            self._domain.fence()
+        return True
+
+    def read(self, rank: int, field: int, number: int) -> int:
+        """Return a field of the slot of one rank."""
+        words, place = self._tables[rank]
+        return int(words[place + (number % NUM_SLOTS) * _SLOT_WORDS + field])
+
+    def check_agreement(self, number: int) -> None:
+        """Raise on every rank alike where they have posted different operations or shapes."""
+        shift = (number % NUM_SLOTS) * _SLOT_WORDS
+        code = self._own[self._place + shift + _CODE]
+        shape = self._own[self._place + shift + _SHAPE]
+        for words, place in self._others:
+            if words[place + shift + _CODE] != code or words[place + shift + _SHAPE] != shape:
+                break
+        else:
+            return
+        text = self._describe(number)
+        self.finish(number)
+        self._domain.ring()
+        raise UsageError(
+            f"collective {number} of {self._name!r} differs between ranks: {text}. All ranks must "
+            "call the same operations in the same order with the same shapes, dtypes and arguments"
+        )
+
+    def missing(self, number: int) -> list[int]:
+        """Return the ranks, counted in the domain, that this rank waits for."""
+        for field, value in (
+            (_FINISHED, number - NUM_SLOTS + 1), (_POSTED, number + 1), (_FINISHED, number + 1)
+        ):  # fmt: skip
+            late = [
+                member
+                for rank, member in enumerate(self._ranks)
+                if rank != self._rank and self.read(rank, field, number) < value
+            ]
+            if late:
+                return late
+        return []
+
+    def _describe(self, number: int) -> str:
+        texts = []
+        for rank, member in enumerate(self._ranks):
+            who = f"rank {rank}" if rank == member else f"rank {rank} (world rank {member})"
+            code = self.read(rank, _CODE, number)
+            numel = self.read(rank, _SHAPE, number) >> 32
+            texts.append(f"{who} called {_decode(code, numel)}")
+        return "; ".join(texts)
+
+    def _write(self, index: int, value: int) -> None:
+        if not self._is_ordered:
+            self._domain.fence()
+        self._own[index] = value
+
+
+def encode(call: Call) -> tuple[int, int]:
+    """Return two numbers that are alike for calls that belong together."""
+    code = _KINDS.index(call.kind)
+    code |= (0 if call.op is None else _OPS.index(call.op) + 1) << 8
+    code |= (0 if call.dtype is None else _DTYPES.index(call.dtype) + 1) << 16
+    code |= (0 if call.reduce_dtype is None else _DTYPES.index(call.reduce_dtype) + 1) << 24
+    code |= (0 if call.root is None else call.root + 1) << 32
+    return code, _encode_shape(call.shape)
+
+
+def encode_tensor(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return two numbers that are alike for tensors of one dtype and shape."""
+    return _DTYPES.index(tensor.dtype), _encode_shape(tensor.shape)
+
+
+def _encode_shape(shape: Sequence[int]) -> int:
+    numel = 1
+    mixed = 0
+    for length in shape:
+        numel *= length
+        mixed = (mixed * 1_000_003 + length + 1) & 0xFFFFFFFF
+    return (numel & 0xFFFFFFFF) << 32 | mixed
+
+
+def _decode(code: int, numel: int) -> str:
+    parts = []
+    if code >> 16 & 0xFF:
+        parts.append(f"{describe_dtype(_DTYPES[(code >> 16 & 0xFF) - 1])}, {numel} elements")
+    if code >> 8 & 0xFF:
+        parts.append(_OPS[(code >> 8 & 0xFF) - 1].name)
+    if code >> 24 & 0xFF and code >> 24 & 0xFF != code >> 16 & 0xFF:
+        parts.append(f"reduce_dtype={describe_dtype(_DTYPES[(code >> 24 & 0xFF) - 1])}")
+    if code >> 32:
+        parts.append(f"root={(code >> 32) - 1}")
+    return f"{_KINDS[code & 0xFF].value}({', '.join(parts)})"
