@@ -45,8 +45,8 @@ def all_gather_object(
             naming the ranks. The communicator works on.
 
     Communicates:
-        All-gather of 256 bytes a rank with the sizes; each rank's bytes to every other one;
-        all-gather of 256 bytes a rank that tells who could read them.
+        All-gather of 256 bytes a rank with the sizes; a broadcast of each rank's bytes, all
+        started together; all-gather of 256 bytes a rank that tells who could read them.
     """
     data, problem = _try(encode, value, "encode its value")
     headers = gather_headers(comm, _header(data, problem), timeout_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +10,7 @@ from trainwright.collectives.calls import describe_dtype
 from trainwright.collectives.checks import check_timeout
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.headers import Header, blank_headers, digest_of, tell_groups
-from trainwright.collectives.protocol import Communicator, Recv, Send
+from trainwright.collectives.protocol import Communicator, Work
 from trainwright.collectives.staging import readable
 
 _REFUSED = -1
@@ -37,8 +36,8 @@ def all_gather_uneven(
             tensor that can travel; the same text on every rank. The communicator works on.
 
     Communicates:
-        All-gather of 256 bytes a rank with the sizes, then each rank's rows to every other one:
-        (n-1) times the bytes of its ``input``, in (n-1) messages.
+        All-gather of 256 bytes a rank with the sizes, then a broadcast of each rank's rows, all
+        started together: of n ranks each receives what the others have.
     """
     check_timeout("all_gather_uneven", timeout_s)
     source: torch.Tensor | None = None
@@ -46,7 +45,7 @@ def all_gather_uneven(
         source = readable("all_gather_uneven", input, comm.device)
         source = source.view(1) if source.ndim == 0 else source
         row = f"rows {tuple(source.shape[1:])} {describe_dtype(source.dtype)}"
-        header = Header(digest_of(row), f"has {row}", source.shape[0])
+        header = Header(digest_of(row), f"came with {row}", source.shape[0])
     except UsageError as error:
         header = Header(0, f"cannot take part: {error}", _REFUSED)
     headers = gather_headers(comm, header, timeout_s)
@@ -76,21 +75,20 @@ def gather_rows(
         timeout_s: How long to wait for the others.
 
     Communicates:
-        Each rank's rows to every other one; ranks without rows send nothing.
+        A broadcast from each rank that has rows, started together.
     """
     whole = source.new_empty((sum(counts), *source.shape[1:]))
     parts = torch.split(whole, list(counts))
-    parts[comm.rank].copy_(source)
-    messages: list[Send | Recv] = []
-    row = math.prod(source.shape[1:])
-    for step in range(1, comm.size):
-        before, after = (comm.rank - step) % comm.size, (comm.rank + step) % comm.size
-        if counts[before] * row:
-            messages.append(Recv(parts[before], before))
-        if counts[comm.rank] * row:
-            messages.append(Send(source, after))
-    if messages:
-        comm.exchange(messages, timeout_s=timeout_s).wait()
+    with torch.no_grad():
+        parts[comm.rank].copy_(source)
+    # Broadcasts and not messages: those could meet messages of the caller.
+    works: list[Work] = []
+    with comm.coalesce():
+        for root, part in enumerate(parts):
+            if part.numel():
+                works.append(comm.broadcast(part, root, timeout_s=timeout_s))
+    for work in works:
+        work.wait()
     return whole
 
 
