@@ -38,6 +38,7 @@ from trainwright.collectives.algorithms.operations import (
     reduce_by,
     reduce_scatter_by,
 )
+from trainwright.collectives.algorithms.parameter_server import ParameterServer, StaleReport
 from trainwright.collectives.algorithms.plan import Part, Payload, Plan, Step, chunk_bounds
 from trainwright.collectives.algorithms.ring import (
     bidirectional_ring_all_gather,
@@ -53,6 +54,8 @@ from trainwright.collectives.algorithms.ring import (
     ring_reduce_scatter,
     ring_reduce_scatter_plan,
 )
+from trainwright.collectives.algorithms.served_parameters import ServedParameters
+from trainwright.collectives.algorithms.server_roles import ServerRoles
 from trainwright.collectives.algorithms.tree import (
     double_tree_all_reduce,
     double_tree_all_reduce_plan,
@@ -72,10 +75,14 @@ from trainwright.collectives.algorithms.trees import (
 from trainwright.collectives.algorithms.verification import verify_plans
 
 __all__ = [
+    "ParameterServer",
     "Part",
     "Passage",
     "Payload",
     "Plan",
+    "ServedParameters",
+    "ServerRoles",
+    "StaleReport",
     "Step",
     "TreeNode",
     "all_gather_by",

@@ -10,6 +10,7 @@ import torch
 
 from trainwright.collectives.algorithms.plan import Part, Payload, Plan, Step
 from trainwright.collectives.arithmetic import combine
+from trainwright.collectives.errors import UsageError
 from trainwright.collectives.protocol import Recv, ReduceOp, Send, Work
 
 
@@ -80,13 +81,10 @@ class Execution:
 
     def write(self, start: int, stop: int, target: torch.Tensor) -> None:
         """Write the end result of chunks that were combined here to ``target``, rounded once."""
-        total = self._partial(start, stop)
-        if self._op is ReduceOp.AVG and self._plan.size > 1:
-            # Complex division by a number rounds more than once.
-            quotient = torch.view_as_real(total) if total.is_complex() else total
-            quotient.div_(self._plan.size)
-        if total.data_ptr() != target.data_ptr():
-            target.copy_(total)
+        for chunk in range(start, stop):
+            offset = self._bounds[start]
+            cut = slice(self._bounds[chunk] - offset, self._bounds[chunk + 1] - offset)
+            self._write_chunk(chunk, target[cut])
 
     def _do(self, step: Step) -> None:
         messages: list[Send | Recv] = []
@@ -151,8 +149,17 @@ class Execution:
         for chunk in range(start, stop):
             if chunk not in self._finished:
                 self._finished.add(chunk)
-                self.write(chunk, chunk + 1, self._result[self._cut(chunk, chunk + 1)])
-                self._forget(chunk, chunk + 1)
+                self._write_chunk(chunk, self._result[self._cut(chunk, chunk + 1)])
+
+    def _write_chunk(self, chunk: int, target: torch.Tensor) -> None:
+        total = self._partial(chunk, chunk + 1)
+        if self._op is ReduceOp.AVG and self._plan.size > 1:
+            # Complex division by a number rounds more than once.
+            quotient = torch.view_as_real(total) if total.is_complex() else total
+            quotient.div_(self._plan.size)
+        if total.data_ptr() != target.data_ptr():
+            target.copy_(total)
+        self._forget(chunk, chunk + 1)
 
     def _partial(self, start: int, stop: int) -> torch.Tensor:
         held = self._find(start, stop)
@@ -165,6 +172,11 @@ class Execution:
         for held in reversed(self._combined):
             if held.start <= start and stop <= held.stop:
                 return held
+            if start < held.stop and held.start < stop:
+                raise UsageError(
+                    f"{self._plan.algorithm}: chunks {held.start}..{held.stop} were combined and "
+                    f"now {start}..{stop} would be; the plan must go on with all or a part of them"
+                )
         return None
 
     def _forget(self, start: int, stop: int) -> None:

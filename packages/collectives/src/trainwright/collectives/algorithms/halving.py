@@ -58,12 +58,12 @@ def halving_doubling_all_reduce(
     Args and Raises: as `all_reduce_by`.
 
     Communicates:
-        ``2 * ceil(log2 n)`` steps. Each rank sends ``(n - 1) / n * K`` in the first half, in one
-        message a step, and receives as much in the second. Where ``n`` is a power of two it sends
-        ``2 * (n - 1) / n * K`` in ``2 * log2 n`` messages; otherwise some ranks send up to
-        ``floor(n / 2) / n * K`` more, in one more message, and others less; all ranks together
-        send ``2 * (n - 1) * K``. The first step and the second half are in the tensor's dtype, the
-        others in ``reduce_dtype``.
+        ``2 * ceil(log2 n)`` steps. Each rank sends ``(n - 1) / n * K`` in the first half, in at
+        most one message a step, and receives as much in the second. Where ``n`` is a power of two,
+        it sends ``2 * (n - 1) / n * K`` in ``2 * log2 n`` messages. Otherwise some ranks send one
+        message more, and up to about ``K / 2``, and others less; all ranks together send
+        ``2 * (n - 1) * K`` for any ``n``. The first step and the second half are in the tensor's
+        dtype, the others in ``reduce_dtype``.
     """
     plan = halving_doubling_all_reduce_plan(comm.size, comm.rank)
     all_reduce_by(plan, comm, tensor, op, reduce_dtype=reduce_dtype, deterministic=deterministic)
