@@ -17,7 +17,7 @@ from trainwright.collectives.headers import digest_of
 from trainwright.collectives.histories import History, compare_histories
 from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
 from trainwright.collectives.recorded_work import Block, Proof, RecordedWork
-from trainwright.collectives.traffic import Flow, Traffic, elements_sent, flow_of_messages
+from trainwright.collectives.traffic import Traffic, TrafficCounter, elements_sent
 from trainwright.collectives.verification import CallProof, DisagreementOfTwoError, Verifier
 
 # How many of the last operations an error tells of.
@@ -54,7 +54,7 @@ class Ledger:
         self.verifier = verifier
         self.block: Block | None = None
         self._comm = comm
-        self._flows: dict[str, Flow] = {}
+        self._counter = TrafficCounter()
         self._num_collectives = 0
         self._num_messages = 0
         self._digest = 0
@@ -62,7 +62,7 @@ class Ledger:
     @property
     def traffic(self) -> Traffic:
         """What has been called so far, counted."""
-        return Traffic(self._flows)
+        return self._counter.traffic
 
     @contextmanager
     def starting(self, kind: str) -> Iterator[None]:
@@ -89,7 +89,7 @@ class Ledger:
         self, work: Work, kind: str, messages: Sequence[Send | Recv], timeout_s: float | None
     ) -> Work:
         """Write down messages that have been started together."""
-        self._count(kind, flow_of_messages(messages))
+        self._counter.add_messages(kind, messages)
         records = [self._enter_message(message) for message in messages]
         proofs: list[Proof] = []
         sent: list[Work] = []
@@ -148,7 +148,7 @@ class Ledger:
         )
         self._num_collectives += 1
         self._digest = (self._digest + digest_of(record.signature)) % 2**64
-        self._count(told.kind, self._flow(told))
+        self._count(told)
         self.recorder.add(record)
         return record
 
@@ -177,23 +177,25 @@ class Ledger:
             rows_in = _rows(told.splits[1], told.written, self._comm.size)
         return verifier.post(record, rows_out, rows_in, timeout_s)
 
-    def _flow(self, told: Told) -> Flow:
-        if told.like is None:
-            return Flow(operations=1)
+    def _count(self, told: Told) -> None:
+        like = told.like
+        if like is None:
+            self._counter.add(told.kind, 0, 0, 0, 0)
+            return
         rank, size = self._comm.rank, self._comm.size
         read = 0 if told.read is None else told.read.numel()
         written = 0 if told.written is None else told.written.numel()
         if told.splits is not None:
-            row = told.like[:1].numel()
+            row = like[:1].numel()
             sent = read - _rows(told.splits[0], told.read, size)[rank] * row
         else:
-            small = {"gather": read, "scatter": written}.get(told.kind)
-            large = max(read, written) if small is None else small * size
+            large = max(read, written)
+            if told.kind == "gather":
+                large = read * size
+            elif told.kind == "scatter":
+                large = written * size
             sent = elements_sent(told.kind, large, rank, size, told.root)
-        return Flow.of_elements(read, written, sent, told.like.itemsize)
-
-    def _count(self, kind: str, flow: Flow) -> None:
-        self._flows[kind] = self._flows.get(kind, Flow()) + flow
+        self._counter.add(told.kind, read, written, sent, like.itemsize)
 
     def _wrap(
         self,

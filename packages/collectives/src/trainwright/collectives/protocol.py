@@ -34,12 +34,16 @@ class ReduceOp(enum.Enum):
     @property
     def is_logical(self) -> bool:
         """Whether it combines truth values."""
-        return self in (ReduceOp.LOGICAL_AND, ReduceOp.LOGICAL_OR, ReduceOp.LOGICAL_XOR)
+        return self in _LOGICAL
 
     @property
     def is_bitwise(self) -> bool:
         """Whether it combines the bits of integers."""
-        return self in (ReduceOp.BITWISE_AND, ReduceOp.BITWISE_OR, ReduceOp.BITWISE_XOR)
+        return self in _BITWISE
+
+
+_LOGICAL = (ReduceOp.LOGICAL_AND, ReduceOp.LOGICAL_OR, ReduceOp.LOGICAL_XOR)
+_BITWISE = (ReduceOp.BITWISE_AND, ReduceOp.BITWISE_OR, ReduceOp.BITWISE_XOR)
 
 
 @runtime_checkable

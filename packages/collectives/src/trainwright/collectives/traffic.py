@@ -37,14 +37,6 @@ class Flow:
     bytes_out: int = 0
     bytes_sent: int = 0
 
-    @classmethod
-    def of_elements(
-        cls, in_: int, out: int, sent: int, itemsize: int, operations: int = 1, messages: int = 0
-    ) -> Flow:
-        """Return the flow of elements that have ``itemsize`` bytes each."""
-        sizes = (in_ * itemsize, out * itemsize, sent * itemsize)
-        return cls(operations, messages, in_, out, sent, *sizes)
-
     def __add__(self, other: Flow) -> Flow:
         """Return both together."""
         pairs = zip(attrs.astuple(self), attrs.astuple(other), strict=True)
@@ -109,6 +101,52 @@ class Traffic:
         )
 
 
+class TrafficCounter:
+    """Counts flows up, one addition after the other."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[int]] = {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has been counted so far."""
+        return Traffic({kind: Flow(*row) for kind, row in self._rows.items()})
+
+    def add(self, kind: str, read: int, written: int, sent: int, itemsize: int) -> None:
+        """Count one operation that read, wrote and sent so many elements of ``itemsize`` bytes."""
+        row = self._row(kind)
+        row[0] += 1
+        _add_elements(row, read, written, sent, itemsize)
+
+    def add_messages(self, kind: str, messages: Sequence[Send | Recv]) -> None:
+        """Count one operation that consists of these messages."""
+        row = self._row(kind)
+        row[0] += 1
+        for message in messages:
+            numel = message.tensor.numel()
+            itemsize = message.tensor.itemsize
+            if isinstance(message, Send):
+                row[1] += 1
+                _add_elements(row, numel, 0, numel, itemsize)
+            else:
+                _add_elements(row, 0, numel, 0, itemsize)
+
+    def _row(self, kind: str) -> list[int]:
+        row = self._rows.get(kind)
+        if row is None:
+            row = self._rows[kind] = [0] * len(_COLUMNS)
+        return row
+
+
+def _add_elements(row: list[int], read: int, written: int, sent: int, itemsize: int) -> None:
+    row[2] += read
+    row[3] += written
+    row[4] += sent
+    row[5] += read * itemsize
+    row[6] += written * itemsize
+    row[7] += sent * itemsize
+
+
 def elements_sent(kind: str, numel: int, rank: int, size: int, root: int | None = None) -> int:
     """Return how many elements a rank sends in a collective on ``numel`` elements.
 
@@ -142,16 +180,3 @@ def elements_sent(kind: str, numel: int, rank: int, size: int, root: int | None 
         # The root's own chunk goes to everybody: nobody else can forward it.
         return numel - chunk + (size - 1) * chunk if rank == root else (size - 2) * chunk
     raise KeyError(kind)
-
-
-def flow_of_messages(messages: Sequence[Send | Recv]) -> Flow:
-    """Return the flow of one exchange."""
-    flow = Flow(operations=1)
-    for message in messages:
-        numel = message.tensor.numel()
-        itemsize = message.tensor.itemsize
-        if isinstance(message, Send):
-            flow += Flow.of_elements(numel, 0, numel, itemsize, operations=0, messages=1)
-        else:
-            flow += Flow.of_elements(0, numel, 0, itemsize, operations=0)
-    return flow
