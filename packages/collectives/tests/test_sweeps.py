@@ -18,17 +18,17 @@ PUBLISHED = {
 }
 
 
-def points_of(name, above=0):
+def points_of(name, smallest=0):
     sweep = PUBLISHED[name]
     return [
         Measurement.of_bus_bandwidth(sweep["collective"], sweep["ranks"], num_bytes, busbw * 1e9)
         for num_bytes, busbw in sweep["points"]
-        if num_bytes > above
+        if num_bytes >= smallest
     ]
 
 
 FABRICS = [
-    pytest.param("gb200_rack", ["gb200_two_racks"], 0.11, id="one rack tells two racks"),
+    pytest.param("gb200_rack", ["gb200_two_racks"], 0.10, id="one rack tells two racks"),
     pytest.param("gb200_two_racks", ["gb200_rack"], 0.11, id="two racks tell one rack"),
     pytest.param(
         "h200", ["h200_5", "h200_6", "h200_7", "h200_8"], 0.10, id="eight devices tell fewer"
@@ -38,25 +38,28 @@ FABRICS = [
 
 @pytest.mark.parametrize(("known", "others", "within"), FABRICS)
 def test_one_sweep_predicts_the_others_of_its_fabric(known, others, within):
-    fabric = fit(points_of(known), Route(PUBLISHED[known]["route"]))
+    fabric = fit(points_of(known, MIB), Route(PUBLISHED[known]["route"]))
 
-    predicted = [point for other in others for point in points_of(other, above=MIB)]
+    predicted = [point for other in others for point in points_of(other, MIB)]
 
-    assert predicted
     # The rule is 20% above 1 MiB; what is reached is kept.
     worst = max(abs(fabric.error(point)) for point in predicted)
     assert worst < within < 0.20, fabric.format_errors(predicted)
     assert {PUBLISHED[name]["fabric"] for name in others} == {PUBLISHED[known]["fabric"]}
 
 
-@pytest.mark.parametrize(("name", "within"), [("a100", 0.15), ("h200", 0.06)])
-def test_every_second_point_of_a_sweep_predicts_those_between(name, within):
-    points = points_of(name)
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(("name", "within"), [("a100", 0.19), ("h200", 0.06), ("b200", 0.195)])
+def test_every_second_point_of_a_sweep_predicts_those_between(name, within, first):
+    points = points_of(name, MIB)
+    fabric = fit(points[first::2], Route(PUBLISHED[name]["route"]))
 
-    fabric = fit(points[::2], Route(PUBLISHED[name]["route"]))
+    between = [point for point in points[1 - first :: 2] if point.num_bytes > MIB]
 
-    between = [point for point in points[1::2] if point.num_bytes > MIB]
-    assert max(abs(fabric.error(point)) for point in between) < within
+    worst = max(abs(fabric.error(point)) for point in between)
+    assert worst < within < 0.20, fabric.format_errors(between)
+    # A tenth of the largest ones, which is what training sends.
+    assert all(abs(fabric.error(point)) < 0.1 for point in between if point.num_bytes >= 2**33)
 
 
 def test_two_rings_predict_other_numbers_of_devices_and_other_collectives():
@@ -74,12 +77,12 @@ def test_two_rings_predict_other_numbers_of_devices_and_other_collectives():
 
 
 def test_the_model_without_a_ramp_misses_what_the_ramp_explains():
-    points = points_of("a100", above=MIB)
+    points = points_of("a100", MIB)
     fabric = fit(points)
     straight = Fit(fabric.route, fabric.latency_s, 0.0, fabric.bytes_per_s)
 
-    assert max(abs(fabric.error(point)) for point in points) < 0.21
-    assert max(abs(straight.error(point)) for point in points) > 0.30
+    assert max(abs(fabric.error(point)) for point in points) < 0.20
+    assert max(abs(straight.error(point)) for point in points) > 0.25
 
 
 @given(
