@@ -37,7 +37,11 @@ def take_part(group: ShmBackend, call: Call, number: int) -> Steps:
         yield from pieces.take_part(group, call, number)
         return
     source = _shown(call, group.rank)
-    offset, is_direct = (0, False) if source is None else _show(group, source, number)
+    # The others would read what an all-reduce has already written.
+    may_be_direct = call.kind is not Kind.ALL_REDUCE
+    offset, is_direct = (0, False)
+    if source is not None:
+        offset, is_direct = _show(group, source, number, may_be_direct)
     if call.kind is Kind.ALL_TO_ALL:
         offset = _show_splits(group, call, number, offset)
     table.post(number, encode(call), offset, int(is_direct))
@@ -65,11 +69,13 @@ def _shown(call: Call, rank: int) -> torch.Tensor | None:
     return call.input
 
 
-def _show(group: ShmBackend, source: torch.Tensor, number: int) -> tuple[int, bool]:
+def _show(
+    group: ShmBackend, source: torch.Tensor, number: int, may_be_direct: bool
+) -> tuple[int, bool]:
     """Return where the others find the tensor, and whether that is the tensor itself."""
     num_bytes = source.nbytes
     own = group.domain.own
-    if num_bytes > _DIRECT_BYTES:
+    if may_be_direct and num_bytes > _DIRECT_BYTES:
         found = own.find(source)
         if found is not None:
             return found, True
