@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,13 +20,17 @@ from trainwright.collectives import (
     Send,
     SingleCommunicator,
     UsageError,
+    Work,
+    algorithms,
     direct,
 )
 from trainwright.collectives.calls import Call, Kind
 from trainwright.collectives.flight import FlightRecorder, Record, from_json
-from trainwright.collectives.histories import first_difference
+from trainwright.collectives.headers import name_ranks
+from trainwright.collectives.histories import first_difference, tell_flight
 from trainwright.collectives.recorded import Recorded
 from trainwright.collectives.scratch import Scratch
+from trainwright.collectives.stopping import stopping_peers
 from trainwright.collectives.testing import COMMUNICATOR_LAWS, Law, some_cases
 from trainwright.collectives.traffic import Flow, Traffic, elements_sent
 from trainwright.collectives.works import DONE
@@ -402,6 +407,137 @@ def test_parts_of_other_sizes_than_expected_are_told() -> None:
 
     with pytest.raises(UsageError, match=r"all_to_all #0 \(4,\) float32 at .*rank 1 sends 1 rows"):
         LocalWorld(2).run(run)
+
+
+Program = list[tuple[str, int]]
+
+
+def start(comm: Communicator, kind: str, rows: int) -> Work:
+    part = torch.ones(rows, 2)
+    whole = torch.ones(rows * comm.size, 2)
+    operations: dict[str, Callable[[], Work]] = {
+        "all_reduce": lambda: comm.all_reduce(part),
+        "reduce": lambda: comm.reduce(part, 1),
+        "broadcast": lambda: comm.broadcast(part, 0),
+        "all_gather": lambda: comm.all_gather(whole, part),
+        "reduce_scatter": lambda: comm.reduce_scatter(part, whole),
+        "all_to_all": lambda: comm.all_to_all(whole, whole.clone()),
+    }
+    return operations[kind]()
+
+
+calls = st.tuples(
+    st.sampled_from(
+        ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"]
+    ),
+    st.integers(0, 3),
+)
+
+
+@settings(max_examples=10)
+@given(
+    program=st.lists(calls, min_size=1, max_size=6),
+    other=calls,
+    place=st.integers(0, 5),
+    culprit=st.integers(0, 2),
+    is_patient=st.booleans(),
+)
+def test_wherever_one_rank_departs_from_the_program_all_are_told_the_same(
+    program: Program, other: tuple[str, int], place: int, culprit: int, is_patient: bool
+) -> None:
+    place %= len(program)
+    rows_are_told = other[0] == "all_to_all" == program[place][0]
+    if other == program[place] or rows_are_told:
+        other = ("barrier", 0)
+
+    def run(comm: Communicator) -> str:
+        recorded = Recorded(comm, verify=True)
+        with pytest.raises(UsageError) as caught:
+            perform(recorded)
+        return str(caught.value)
+
+    def perform(recorded: Recorded) -> None:
+        works = []
+        for number, (kind, rows) in enumerate(program):
+            if number == place and recorded.rank == culprit:
+                kind, rows = other
+            if kind == "barrier":
+                recorded.barrier()
+                continue
+            works.append(start(recorded, kind, rows))
+            if not is_patient:
+                works[-1].wait()
+        for work in reversed(works):
+            work.wait()
+
+    messages = LocalWorld(3).run(run)
+
+    assert len(set(messages)) == 1
+    assert f"rank {culprit} {other[0]} #{place} " in messages[0]
+    others = name_ranks({0, 1, 2} - {culprit})
+    assert f"{others} {program[place][0]} #{place} " in messages[0]
+
+
+def test_a_message_that_never_comes_is_told_with_its_sender() -> None:
+    def run(comm: Communicator) -> str | None:
+        recorded = Recorded(comm, verify=True)
+        if comm.rank == 1:
+            return None
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            recorded.recv(torch.empty(4), 1, 2, timeout_s=0.2).wait()
+        return str(caught.value)
+
+    told = LocalWorld(2).run(run)[0]
+
+    assert "rank 0 of 'world' gave up on recv #0 (4,) float32 from rank 1 tag=2 at " in told
+    assert "missing: rank 1, which has not sent" in told
+
+
+def test_rings_send_what_their_formula_says() -> None:
+    def run(comm: Communicator) -> Flow:
+        recorded = Recorded(comm, verify=True)
+        tensor = torch.arange(12.0)
+        algorithms.ring_all_reduce(recorded, tensor)
+        assert torch.equal(tensor, torch.arange(12.0) * 4)
+        return recorded.traffic.total
+
+    flows = LocalWorld(4).run(run)
+
+    assert {flow.elements_sent for flow in flows} == {2 * 3 * 3}
+    assert {flow.messages for flow in flows} == {6}
+
+
+def test_a_rank_that_raises_stops_its_peers_with_the_cause() -> None:
+    single = SingleCommunicator()
+
+    with pytest.raises(KeyError), stopping_peers(single):
+        raise KeyError("weights")
+
+    with pytest.raises(PeerFailedError, match="rank 0 failed: KeyError: 'weights'"):
+        single.barrier()
+    with stopping_peers(SingleCommunicator()) as nothing:
+        assert nothing is None
+
+
+def test_the_records_of_all_ranks_tell_where_a_run_hangs() -> None:
+    def call(number: int, kind: str, finished_s: float | None = 1.0, group: str = "dp") -> Record:
+        return Record(group, number, kind, place="layer.py:40", finished_s=finished_s)
+
+    told = tell_flight(
+        {
+            0: [call(0, "all_reduce"), call(1, "barrier", None)],
+            1: [call(0, "all_reduce"), call(0, "reduce", None, "tp")],
+        }
+    )
+
+    assert told.splitlines() == [
+        "'dp': differs: rank 0 barrier #1 at layer.py:40; rank 1 called nothing as #1",
+        "  rank 0: last finished all_reduce #0 at layer.py:40; not finished barrier #1 at "
+        "layer.py:40",
+        "  rank 1: last finished all_reduce #0 at layer.py:40; nothing open",
+        "'tp': the same on all ranks",
+        "  rank 1: nothing finished; not finished reduce #0 at layer.py:40",
+    ]
 
 
 class Careless:

@@ -83,3 +83,32 @@ def first_difference(
         return None
     told = tell_groups({rank: f"called {count} collectives" for rank, count in enumerate(counts)})
     return f"earlier than what is still recorded ({told}); a FlightRecorder of more may tell"
+
+
+def tell_flight(records: Mapping[int, Sequence[Record]]) -> str:
+    """Return what the records of all ranks say about a run that hung or failed, as text.
+
+    For each communicator: what ranks called where they first differ, and of each rank the last
+    collective that it has finished and the first one that it has not.
+
+    Args:
+        records: By rank of the world, as each rank's `FlightRecorder.to_json` has kept them.
+    """
+    groups = dict.fromkeys(record.group for kept in records.values() for record in kept)
+    lines: list[str] = []
+    for group in groups:
+        parts = {
+            rank: [record for record in kept if record.group == group and record.peer is None]
+            for rank, kept in records.items()
+        }
+        members = {rank: kept for rank, kept in parts.items() if kept}
+        difference = first_difference(members)
+        told = "the same on all ranks" if difference is None else f"differs: {difference}"
+        lines.append(f"{group!r}: {told}")
+        for rank, kept in members.items():
+            finished = [record for record in kept if record.finished_s is not None]
+            waiting = [record for record in kept if record.finished_s is None]
+            last = f"last finished {finished[-1]}" if finished else "nothing finished"
+            first = f"not finished {waiting[0]}" if waiting else "nothing open"
+            lines.append(f"  rank {rank}: {last}; {first}")
+    return "\n".join(lines)
