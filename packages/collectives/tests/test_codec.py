@@ -85,6 +85,39 @@ def test_e4m3_keeps_four_bits_and_e5m2_three():
     assert coarse.tolist() == [57344.0, 8.0, 10.0, 12.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+def test_every_finite_number_of_a_format_comes_back_as_it_is(format, dtype):
+    codes = torch.arange(256).to(torch.uint8).view(format)
+    numbers = codes.to(dtype)[codes.to(dtype).isfinite()]
+    codec = BlockFloat8(256, format)
+
+    stored, scales = codec.encode(numbers)
+
+    assert scales.tolist() == [1.0]
+    assert torch.equal(stored.to(dtype), numbers)
+    assert torch.equal(codec.decode((stored, scales), numbers.shape, dtype), numbers)
+
+
+@pytest.mark.parametrize("codec", [BlockInt8(128), BlockInt8(1000), BlockFloat8(96)], ids=repr)
+def test_a_long_tensor_is_encoded_and_decoded_as_its_blocks_are(codec):
+    half = 300 * codec.block * (1000 // codec.block + 1)
+    tensor = torch.randn(2 * half + 5, generator=torch.Generator().manual_seed(0))
+
+    parts = codec.encode(tensor)
+    decoded = codec.decode(parts, tensor.shape, tensor.dtype)
+
+    pieces = tensor.split(half)
+    for part, encoded in zip(parts, zip(*map(codec.encode, pieces), strict=True), strict=True):
+        joined = torch.cat([piece.view(torch.uint8) for piece in encoded])
+        assert torch.equal(part.view(torch.uint8), joined)
+    assert torch.equal(
+        decoded,
+        torch.cat([codec.decode(codec.encode(p), p.shape, p.dtype) for p in pieces]),
+    )
+    assert ((decoded - tensor).abs() <= codec.error_bound(tensor)).all()
+
+
 def test_float64_is_rounded_to_eight_bits_once():
     # Above the middle of 16 and 18 by less than float32 can tell.
     tensor = torch.tensor([448.0, 17.0 + 2.0**-40], dtype=torch.float64)

@@ -8,7 +8,7 @@ that nothing saturates. Scales and products are in float32, for float64 tensors 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
@@ -17,9 +17,10 @@ from trainwright.collectives.calls import describe_dtype
 from trainwright.collectives.checks import check_is_tensor
 from trainwright.collectives.errors import UsageError
 
-_LARGEST_INT8 = 127
 _FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ENCODED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Elements that are encoded or decoded together on CPU: 1 MiB in float32.
+_CUT = 1 << 18
 # Three roundings to float32 (scale, quotient, product), in parts of the largest error.
 _SLACK = 1.0 + 2.0**-14
 
@@ -50,12 +51,7 @@ class BlockInt8:
 
     def encode(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return integers and scales, as `Codec.encode` says."""
-        rows = _to_rows("BlockInt8", tensor, self.block)
-        scales = _scales(rows, _LARGEST_INT8, 1.0)
-        quotients = rows.div_(scales[:, None]).round_()
-        # No conversion of NaN to an integer is defined; the scale says that the block is lost.
-        integers = quotients.nan_to_num_(nan=0.0).clamp_(-_LARGEST_INT8, _LARGEST_INT8)
-        return _to_flat(integers.to(torch.int8), tensor.numel()), scales
+        return _encode("BlockInt8", tensor, torch.int8, self.block)
 
     def decode(
         self, parts: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype
@@ -69,8 +65,8 @@ class BlockInt8:
         In units u = 2^-24 of float32: the scale is off by u of itself, the quotient by u of up to
         127, the product by as much: 510 u of half the distance, which is below 2^-14 of it.
         """
-        rows = _to_rows("BlockInt8", tensor, self.block)
-        half = _exact_scales(rows, _LARGEST_INT8, 1.0) / 2
+        rows = _to_rows(_to_vector("BlockInt8", tensor), self.block)
+        half = _exact_scales(rows, torch.int8) / 2
         return _finish_bound(half[:, None].expand_as(rows), rows, tensor)
 
 
@@ -101,14 +97,7 @@ class BlockFloat8:
 
     def encode(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return eight-bit numbers and scales, as `Codec.encode` says."""
-        rows = _to_rows("BlockFloat8", tensor, self.block)
-        largest = torch.finfo(self.format).max
-        scales = _scales(rows, largest, _smallest(self.format))
-        # The quotient may be a rounding above the largest number; casts differ in what they do.
-        quotients = rows.div_(scales[:, None]).nan_to_num_(nan=0.0).clamp_(-largest, largest)
-        if quotients.dtype is torch.float64:
-            quotients = _round_to_mantissa(quotients, self.format)
-        return _to_flat(quotients.to(self.format), tensor.numel()), scales
+        return _encode("BlockFloat8", tensor, self.format, self.block)
 
     def decode(
         self, parts: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype
@@ -118,16 +107,48 @@ class BlockFloat8:
 
     def error_bound(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return half a unit in the last place of each element, as `Codec.error_bound` says."""
-        rows = _to_rows("BlockFloat8", tensor, self.block)
+        rows = _to_rows(_to_vector("BlockFloat8", tensor), self.block)
         numbers = torch.finfo(self.format)
-        smallest = _smallest(self.format)
-        floor = _exact_scales(rows, numbers.max, smallest) * (smallest / 2)
+        floor = _exact_scales(rows, self.format) * (_smallest(self.format) / 2)
         halves = torch.maximum(rows.double().abs() * (numbers.eps / 2), floor[:, None])
         return _finish_bound(halves, rows, tensor)
 
 
-def _to_rows(what: str, tensor: torch.Tensor, block: int) -> torch.Tensor:
-    """Return a copy [blocks, block] in the dtype of the scales, zeros behind the last element."""
+def _encode(
+    what: str, tensor: torch.Tensor, stored: torch.dtype, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    vector = _to_vector(what, tensor)
+    numbers = vector.new_empty(vector.numel(), dtype=stored)
+    scales = vector.new_empty(math.ceil(vector.numel() / block), dtype=_wide(vector.dtype))
+    for elements, blocks in _cuts(vector, block):
+        rows = _to_rows(vector[elements], block)
+        found = scales[blocks].copy_(_scales(rows, stored))
+        # No cast of NaN or of what is a rounding above the largest number is alike everywhere;
+        # the scale says where a block is lost.
+        largest = _largest(stored)
+        quotients = rows.div_(found[:, None]).nan_to_num_(nan=0.0).clamp_(-largest, largest)
+        if stored is torch.int8:
+            quotients.round_()
+        elif quotients.dtype is torch.float64:
+            quotients = _round_to_mantissa(quotients, stored)
+        target = numbers[elements]
+        target.copy_(quotients.view(-1)[: target.numel()])
+    return numbers, scales
+
+
+def _cuts(vector: torch.Tensor, block: int) -> Iterator[tuple[slice, slice]]:
+    """Yield elements and blocks that go together: all at once, or on CPU what fits in a cache.
+
+    There fresh memory for a whole tensor costs more than the arithmetic on it.
+    """
+    num_blocks = math.ceil(vector.numel() / block)
+    step = max(1, _CUT // block) if vector.device.type == "cpu" else max(1, num_blocks)
+    for first in range(0, num_blocks, step):
+        last = min(first + step, num_blocks)
+        yield slice(first * block, last * block), slice(first, last)
+
+
+def _to_vector(what: str, tensor: torch.Tensor) -> torch.Tensor:
     check_is_tensor(what, tensor)
     if tensor.dtype not in _ENCODED:
         raise UsageError(
@@ -135,27 +156,42 @@ def _to_rows(what: str, tensor: torch.Tensor, block: int) -> torch.Tensor:
             f"{describe_dtype(tensor.dtype)}; convert it, or take torch.view_as_real of complex "
             "numbers"
         )
-    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    num_blocks = math.ceil(tensor.numel() / block)
-    rows = tensor.new_empty((num_blocks, block), dtype=wide)
+    return tensor.detach().reshape(-1)
+
+
+def _to_rows(vector: torch.Tensor, block: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a copy [blocks, block] in the dtype of the scales, zeros behind the last element."""
+    numel = vector.numel()
+    wide = dtype or _wide(vector.dtype)
+    rows = vector.new_empty((math.ceil(numel / block), block), dtype=wide)
     flat = rows.view(-1)
-    flat[: tensor.numel()].view(tensor.shape).copy_(tensor.detach())
-    flat[tensor.numel() :].zero_()
+    if vector.dtype is torch.float8_e4m3fn and vector.device.type == "cpu":
+        _widen_e4m3(vector, flat[:numel])
+    else:
+        flat[:numel].copy_(vector)
+    flat[numel:].zero_()
     return rows
 
 
-def _to_flat(rows: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return the elements without what fills the last block, in memory of their own size."""
-    flat = rows.view(-1)
-    return flat if flat.numel() == numel else flat[:numel].clone()
+def _widen_e4m3(vector: torch.Tensor, target: torch.Tensor) -> None:
+    """Write finite numbers to ``target``, several times faster than PyTorch's cast on CPU.
+
+    With exponent and mantissa moved to where float16 has its own, E4M3 is float16 but for the
+    exponents' biases, 15 and 7; numbers below the normal ones included.
+    """
+    bits = vector.view(torch.int8).to(torch.int16)
+    signs = bits & -(1 << 15)
+    target.copy_(bits.bitwise_and_(127).bitwise_left_shift_(7).bitwise_or_(signs).view(torch.half))
+    target.mul_(2.0 ** (15 - 7))
 
 
-def _scales(rows: torch.Tensor, largest: float, smallest: float) -> torch.Tensor:
+def _scales(rows: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
     """Return what a one stands for in each block: NaN where an element is not finite.
 
     A scale times the smallest number of the format stays normal, so that no product loses digits.
     """
-    scales = (rows.abs().amax(1) / largest).clamp_min_(torch.finfo(rows.dtype).tiny / smallest)
+    smallest = torch.finfo(rows.dtype).tiny / _smallest(stored)
+    scales = (rows.abs().amax(1) / _largest(stored)).clamp_min_(smallest)
     return scales.masked_fill_(~scales.isfinite(), math.nan)
 
 
@@ -190,26 +226,36 @@ def _decode(
         )
     if not dtype.is_floating_point:
         raise UsageError(f"{what}: decodes to floating-point dtypes, got {describe_dtype(dtype)}")
-    numbers, scales = parts
-    values = scales.new_empty((num_blocks, block))
-    flat = values.view(-1)
-    flat[:numel].copy_(numbers.view(-1))
-    flat[numel:].zero_()
-    values.mul_(scales.view(-1, 1))
+    numbers, scales = parts[0].view(-1), parts[1].view(-1)
+    whole = numbers.new_empty(tuple(shape), dtype=dtype)
     # The largest number times a rounded scale may be a rounding above what the dtype holds.
     limit = min(torch.finfo(dtype).max, torch.finfo(scales.dtype).max)
-    whole = flat[:numel].clamp_(-limit, limit).view(tuple(shape))
-    return whole if whole.dtype is dtype else whole.to(dtype)
+    for elements, blocks in _cuts(numbers, block):
+        rows = _to_rows(numbers[elements], block, scales.dtype)
+        flat = rows.mul_(scales[blocks, None]).clamp_(-limit, limit).view(-1)
+        target = whole.view(-1)[elements]
+        target.copy_(flat[: target.numel()])
+    return whole
 
 
-def _exact_scales(rows: torch.Tensor, largest: float, smallest: float) -> torch.Tensor:
-    scales = rows.double().abs().amax(1) / largest
-    return scales.clamp_min_(torch.finfo(rows.dtype).tiny / smallest)
+def _exact_scales(rows: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
+    scales = rows.double().abs().amax(1) / _largest(stored)
+    return scales.clamp_min_(torch.finfo(rows.dtype).tiny / _smallest(stored))
 
 
-def _smallest(format: torch.dtype) -> float:
-    numbers = torch.finfo(format)
+def _largest(stored: torch.dtype) -> float:
+    return 127.0 if stored is torch.int8 else torch.finfo(stored).max
+
+
+def _smallest(stored: torch.dtype) -> float:
+    if stored is torch.int8:
+        return 1.0
+    numbers = torch.finfo(stored)
     return numbers.smallest_normal * numbers.eps
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _finish_bound(halves: torch.Tensor, rows: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -221,4 +267,4 @@ def _finish_bound(halves: torch.Tensor, rows: torch.Tensor, tensor: torch.Tensor
         bound = bound + reach.clamp_min_(numbers.smallest_normal * numbers.eps / 2)
     lost = ~rows.isfinite().all(1, keepdim=True)
     bound = bound.masked_fill(lost, math.inf)
-    return _to_flat(bound.contiguous(), tensor.numel()).view(tensor.shape)
+    return bound.reshape(-1)[: tensor.numel()].view(tensor.shape)
