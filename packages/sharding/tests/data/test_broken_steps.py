@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from trainwright.collectives import Communicator, LocalWorld
-from trainwright.sharding.data import ShardPolicy, by_class, data_parallel
+from trainwright.sharding.data import LifecycleError, ShardPolicy, by_class, data_parallel
 from trainwright.sharding.mesh import Mesh, MeshShape
 
 F64 = torch.float64
@@ -48,7 +49,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def train(
-    comm: Communicator, where: str, one_rank: bool, armed: bool, **policy: Any
+    comm: Communicator, where: str, one_rank: bool, armed: bool, until: str, **policy: Any
 ) -> dict[str, torch.Tensor]:
     model = Chain()
     chosen = ShardPolicy(units=by_class(nn.Linear), alignment=1, **policy)
@@ -66,6 +67,11 @@ def train(
         else:
             loss_of(model, step, comm.rank).backward()
         if step == BROKEN:
+            if not fails and until != "backward":
+                with suppress(LifecycleError):  # ranks have run different passes
+                    parallel.reduce()
+                    if until == "wait":
+                        parallel.wait()
             parallel.zero_grad(discard=True)
             continue
         parallel.reduce()
@@ -93,6 +99,51 @@ def train(
 def test_a_dropped_step_is_in_no_later_one(
     where: str, one_rank: bool, armed: bool, stage: int, each: bool
 ) -> None:
+    check_is_dropped(where, one_rank, armed, stage=stage, reduce_each_backward=each)
+
+
+@pytest.mark.parametrize("until", ["reduce", "wait"])
+@pytest.mark.parametrize(
+    ("stage", "each", "missing"),
+    [
+        (0, False, "error"),
+        (1, False, "zero"),
+        (2, False, "error"),
+        (2, True, "zero"),
+        (3, False, "zero"),
+        (3, False, "error"),
+        (3, True, "zero"),
+    ],
+)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_other_ranks_may_have_come_further_when_a_step_is_dropped(
+    where: str, stage: int, each: bool, until: str, missing: str
+) -> None:
+    options = {"stage": stage, "reduce_each_backward": each, "missing_gradients": missing}
+    check_is_dropped(where, True, True, until, **options)
+
+
+def test_a_step_with_a_gradient_that_no_buffer_holds_can_be_dropped() -> None:
+    def run(comm: Communicator) -> float:
+        model = nn.Embedding(5, 2, sparse=comm.rank == 0)
+        mesh = Mesh(comm, MeshShape(dp=2))
+        parallel = data_parallel(model, mesh, ShardPolicy(stage=2, alignment=1))
+        if comm.rank == 0:
+            with pytest.raises(LifecycleError, match="sparse"):
+                model(torch.tensor([1])).sum().backward()
+        parallel.zero_grad(discard=True)
+        model.sparse = False
+        model(torch.tensor([1])).sum().backward()
+        parallel.reduce()
+        parallel.wait()
+        return float(parallel.pieces["weight"].parameter.grad.sum())
+
+    assert sum(LocalWorld(2).run(run)) == 4.0
+
+
+def check_is_dropped(
+    where: str, one_rank: bool, armed: bool, until: str = "backward", **policy: Any
+) -> None:
     plain = Chain()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
     for step in (step for step in range(5) if step != BROKEN):
@@ -101,9 +152,7 @@ def test_a_dropped_step_is_in_no_later_one(
             loss_of(plain, step, rank).backward()
         optimizer.step()
 
-    ranks = LocalWorld(2).run(
-        lambda comm: train(comm, where, one_rank, armed, stage=stage, reduce_each_backward=each)
-    )
+    ranks = LocalWorld(2).run(lambda comm: train(comm, where, one_rank, armed, until, **policy))
 
     for weights in ranks:
         for name, parameter in plain.named_parameters():

@@ -109,6 +109,7 @@ def train_sharded(
     make: Callable[[], nn.Module],
     skips: Sequence[Sequence[frozenset[int]]],
     compile_: Callable[[nn.Module], nn.Module] = lambda model: model,
+    armed: bool = True,
     **policy: Any,
 ) -> list[dict[str, torch.Tensor]]:
     def run(comm: Communicator) -> dict[str, torch.Tensor]:
@@ -118,7 +119,8 @@ def train_sharded(
         optimizer = make_optimizer([piece.parameter for piece in parallel.pieces.values()])
         for step, ranks in enumerate(skips):
             parallel.zero_grad()
-            parallel.last_backward()
+            if armed:
+                parallel.last_backward()
             loss_of(compiled, step, comm.rank, ranks[comm.rank]).backward()
             parallel.reduce()
             assert not any(unit.is_cut and unit.is_gathered for unit in parallel.units.values())
@@ -186,6 +188,18 @@ def test_ranks_may_finish_the_same_units_at_different_places_of_their_backwards(
         live_units=1,
         release_after_forward=not keep,
     )
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_kept_units_may_run_again_in_backwards_inside_of_a_backward() -> None:
+    class Reentrant(Model):
+        def forward(self, tokens: torch.Tensor, skipped: frozenset[int] = frozenset()) -> Any:
+            hidden = self.embed(tokens)
+            for block in self.blocks:
+                hidden = checkpoint(block, hidden, use_reentrant=True)
+            return self.head(hidden)
+
+    check(Reentrant, [[frozenset()] * 2] * 3, release_after_forward=False, armed=False)
 
 
 def compile_units(model: nn.Module) -> nn.Module:

@@ -105,12 +105,13 @@ class GlooWork:
         self._backend.board.check()
         timeout_s = timeout_s or self._timeout_s
         watch = self._watch
-        if watch is None or watch.claim.acquire(blocking=False):
-            self._watch = None
-            self._await_all(timeout_s)
+        if watch is None:
+            watch = self._watch = _Watch()
+        if watch.claim.acquire(blocking=False):
+            self._await_claimed(watch, timeout_s)
         elif not watch.is_over.wait(timeout_s):
             raise self._backend.explain(TimeoutError(), self._what, -1, self._senders)
-        elif self._error is not None:
+        if self._error is not None:
             raise self._error
         if self._is_closed:
             self._backend.board.check()
@@ -145,13 +146,16 @@ class GlooWork:
             self._backend.dropped.append(self)
 
     def _keep_watch(self, watch: _Watch) -> None:
-        # Messages are waited for once, by whoever comes first: here or in `wait`.
-        if not watch.claim.acquire(blocking=False):
-            return
+        if watch.claim.acquire(blocking=False):
+            self._await_claimed(watch, self._timeout_s)
+
+    def _await_claimed(self, watch: _Watch, timeout_s: float | None) -> None:
+        # Messages are waited for once, by whoever comes first: the watcher or `wait`.
         try:
-            self._await_all(self._timeout_s)
+            self._await_all(timeout_s)
         except Exception as error:
-            self._error = error
+            # Frames would keep the messages, and they the connections.
+            self._error = error.with_traceback(None)
         watch.is_over.set()
 
     def _await_all(self, timeout_s: float | None) -> None:

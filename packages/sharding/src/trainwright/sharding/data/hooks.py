@@ -107,7 +107,6 @@ class HookDriver:
             self._join_others()
         finally:
             self._release_all()
-            self._pace.forget()
 
     def end_pass(self) -> None:
         """End what is open on this rank; on all ranks, before others gather or release units."""

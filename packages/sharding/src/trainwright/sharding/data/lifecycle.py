@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
+from trainwright.sharding.data.agreed_steps import AgreedSteps, Check
 from trainwright.sharding.data.build import FlatModel
 from trainwright.sharding.data.driving import UnitDriver
 from trainwright.sharding.data.errors import LifecycleError, first_few
@@ -17,9 +18,6 @@ from trainwright.sharding.data.publication import Publication
 from trainwright.sharding.data.reducer import Phase, Reducer
 from trainwright.sharding.data.unit import Unit
 from trainwright.sharding.mesh import Mesh
-
-Check = Callable[[], None]
-"""Raises on every rank if gradients must not be reduced as they are."""
 
 
 class DataParallel:
@@ -54,7 +52,7 @@ class DataParallel:
         self._units = units
         self._reducer = reducer
         self._driver = driver
-        self._check = check
+        self._agreed = AgreedSteps(driver, reducer, check)
         self._publication = Publication(flat)
         self._num_reduced = 0
 
@@ -123,8 +121,10 @@ class DataParallel:
 
         Args:
             discard: Drop gradients that were accumulated but never reduced, as after an exception
-                on one rank. On all ranks alike, wherever each of them was: they join each other's
-                passes and reductions here.
+                on one rank. On all ranks alike, before any of them has updated its pieces: they
+                join each other's passes and reductions here. At stage 3 under hooks no rank may
+                have begun a later forward, or a second backward through one, than where another
+                broke off; under a schedule broken off nothing is joined.
 
         Raises:
             LifecycleError: A reduction is in flight, gradients would be lost, or pieces were
@@ -135,23 +135,26 @@ class DataParallel:
         """
         if self._reducer.in_flight and not discard:
             raise LifecycleError(
-                "zero_grad() while gradients are being reduced; call reduce() and wait() first"
+                "zero_grad() while gradients are being reduced; call reduce() and wait() first, or "
+                "after an exception zero_grad(discard=True) on all ranks"
             )
         if self._has_unreduced and not discard:
             raise LifecycleError(
                 "zero_grad() would drop gradients that were accumulated but not reduced; call "
                 "reduce() and wait() after the last backward, or zero_grad(discard=True)"
             )
-        self._publication.check_published()
         if discard:
-            self._driver.reset()
-            self._reducer.discard()
+            self._agreed.join_broken()
         else:
+            self._publication.check_published()
             self._reducer.disarm()
             self._driver.begin_step()
         self._reducer.begin()
+        self._agreed.begin()
         for parameter in self._flat.settled.values():
             parameter.grad = None
+        if discard:
+            self._publication.check_published()
 
     def last_backward(self) -> None:
         """Say that the next backward is the last of this step.
@@ -191,17 +194,16 @@ class DataParallel:
             return
         self._driver.catch_up()
         # Where others may wait for this rank's part of a reduction they compare after it.
-        compares_later = self._reducer.waits_for_backwards
-        if not compares_later:
-            self._driver.compare()
+        if not self._agreed.compares_later:
+            self._agreed.compare()
         self._flat.check_intact()
         self._num_reduced += 1
         if self._num_reduced & (self._num_reduced - 1) == 0:  # seldom, and again and again
             self._flat.check_complete(self._module)
-        self._check()
+        self._agreed.check()
         self._reducer.start_all()
-        if compares_later:
-            self._driver.compare()
+        if self._agreed.compares_later:
+            self._agreed.compare()
 
     def wait(self) -> None:
         """Finish the reductions and set the ``grad`` of every piece.

@@ -252,6 +252,10 @@ class GatherOrder:
         if self._keeps:
             needed = lesson.unite(self._needed_later, len(self._units))
             self._staying[kind] = needed | self._never_used
+            # What will not stay from now on goes, so that the backward learns to gather it.
+            for index in sorted(self._kept - self._staying[kind]):
+                self._kept.remove(index)
+                self._units[index].release()
         if not fits and self._agree.rank == 0:
             self._warn(lesson)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 from trainwright.collectives import Communicator, ReduceOp
@@ -9,6 +11,7 @@ from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.passes import Pass
 
 _PRIME = 2**61 - 1
+_SHOWN = 24
 
 
 class Pace:
@@ -25,7 +28,7 @@ class Pace:
     def __init__(self, agree: Communicator) -> None:
         self._agree = agree
         self._number = 0
-        self._passes: list[Pass] = []
+        self._passes: deque[Pass] = deque(maxlen=_SHOWN)
         self._under_way: tuple[torch.Tensor, torch.cuda.Event, str] | None = None
 
     def begin(self, kind: Pass) -> None:
@@ -79,7 +82,7 @@ class Pace:
             self.forget()
             raise LifecycleError(
                 "ranks gathered different weights in this step, so that gradients are wrong; "
-                f"rank {self._agree.rank} ran: {passes}. Run the same forwards "
-                "and backwards in the same order on all ranks; a rank may leave out only its last "
-                "backwards, then call zero_grad(discard=True) on all ranks"
+                f"rank {self._agree.rank} ran: {passes}. Run the same forwards and backwards in "
+                "the same order on all ranks; a rank may leave out the backward of its last "
+                "forwards. Call zero_grad(discard=True) on all ranks to go on"
             )

@@ -112,10 +112,12 @@ def _join_stage(mesh: Mesh) -> Communicator:
 def _choose_reducer(
     flat: FlatModel, policy: ShardPolicy, agree: Communicator | None, *, hooks: bool
 ) -> Reducer:
-    if policy.reduce_each_backward:
-        return DrivenRounds(flat.buckets) if agree is None else BackwardRounds(flat.buckets, agree)
     # In a pipeline other stages would wait too, and the schedule says when memory is free.
     patience_s = PATIENCE_S if hooks and policy.stage >= 2 else 0.0
+    if policy.reduce_each_backward:
+        if agree is None:
+            return DrivenRounds(flat.buckets)
+        return BackwardRounds(flat.buckets, agree, patience_s)
     return Reducer(flat.buckets, early=policy.missing_gradients == "zero", patience_s=patience_s)
 
 

@@ -12,6 +12,8 @@ from trainwright.sharding.data.build import FlatModel
 from trainwright.sharding.data.errors import LifecycleError, first_few
 
 _SAMPLES = 256
+"""Elements of a bucket that are looked at to see that an update was not published."""
+
 _TRIALS = 3
 
 
@@ -22,8 +24,8 @@ class UnchangedWeightsWarning(UserWarning):
 class Publication:
     """Remembers a few elements of each bucket's masters as they were last published.
 
-    Fused optimizers leave no other trace. Elements are looked at only where a step ends without
-    publishing, and once after the first steps: that a host reads them stalls nothing.
+    Fused optimizers leave no other trace. They are compared only where a step ends without
+    publishing, and all elements once after the first steps: that a host reads them stalls nothing.
 
     Args:
         flat: The model.
@@ -39,7 +41,7 @@ class Publication:
         self._is_current = True
         self._num_updates = 0
         self.note()
-        self._first = self._seen
+        self._first = [_checksum(bucket) for bucket in self._buckets]
 
     def note(self) -> None:
         """Say that the module's weights are the masters now."""
@@ -94,7 +96,7 @@ class Publication:
         if self._num_updates < _TRIALS or not self._has_gradients:
             return
         pairs = zip(self._buckets, self._first, strict=True)
-        if all(_are_equal(_sample(bucket), first) for bucket, first in pairs):
+        if all(bool(_checksum(bucket) == first) for bucket, first in pairs):
             warnings.warn(
                 f"no weight has changed in the first {_TRIALS} updates although there are "
                 "gradients; build the optimizer on [p.parameter for p in parallel.pieces.values()]"
@@ -106,12 +108,19 @@ class Publication:
     @property
     def _has_gradients(self) -> bool:
         gradients = (kept.piece.parameter.grad for b in self._buckets for kept in b.kept)
-        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+        found = [gradient for gradient in gradients if gradient is not None]
+        finite = all(bool(gradient.isfinite().all()) for gradient in found)
+        return finite and any(bool(gradient.any()) for gradient in found)
 
 
 def _sample(bucket: Bucket) -> torch.Tensor:
     masters = bucket.weights.masters.detach()
     return masters[:: max(1, masters.numel() // _SAMPLES)].clone()
+
+
+def _checksum(bucket: Bucket) -> torch.Tensor:
+    # Bits, not values: a sum of values may stay what it was.
+    return bucket.weights.masters.detach().view(torch.uint8).sum(dtype=torch.int64)
 
 
 def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ _UNDER_WAY = 1
 PATIENCE_S = 0.5
 """How long a backward waits at most for older reductions."""
 
-_LEAST_PATIENCE_S = 0.005
+_MOST_PAUSES = 512
 
 _OUTSIDE = -1
 
@@ -39,8 +39,8 @@ class Reducer:
         early: Whether a reduction may start before `start_all`.
         patience_s: How long a backward waits for older reductions, so that of memory that is lent
             only a few buckets have any. Never for ever: the rank that is late with one may itself
-            wait for this rank, in another collective of its backward. After a wait in vain a
-            backward only frees what is done, and the next one waits half as long.
+            wait for this rank, in another collective of its backward. After a wait in vain
+            backwards only free what is done: one of them, then two, then four, and so on.
     """
 
     def __init__(
@@ -50,9 +50,10 @@ class Reducer:
         self.touched = False
         self._buckets = buckets
         self._early = early
-        self._longest_s = patience_s
         self._patience_s = patience_s
         self._waits = True
+        self._pause = 0
+        self._next_pause = 1
         self._is_counting = False
         self._epoch = 0
         self._counted: set[int] = set()
@@ -101,16 +102,23 @@ class Reducer:
         """Start nothing more before `start_all`: the step is given up."""
         self._is_counting = False
 
-    def discard(self) -> None:
+    def join_all(self) -> None:
         """Take part in all reductions that other ranks may have begun, before a step is given up.
 
-        On all ranks alike, wherever each of them was.
+        On all ranks alike, wherever each of them was; `await_all` follows.
         """
         self.disarm()
-        if self.phase is Phase.ACCUMULATING:
-            self.start_all()
-        if self.phase is not Phase.REDUCED:
-            self.await_all()
+        if self.phase is not Phase.ACCUMULATING:
+            return
+        for bucket in self._buckets[: self._next]:
+            bucket.collect()
+        for bucket in self._buckets[self._next :]:
+            # One after the other, and zeros: what led here may be that memory ran out.
+            bucket.drop_gradients()
+            bucket.start_reduction()
+            self._next += 1
+            bucket.collect()
+        self.phase = Phase.REDUCING
 
     def complete(self, buckets: Sequence[Bucket]) -> None:
         """Let buckets start as soon as those before them have."""
@@ -137,7 +145,7 @@ class Reducer:
         """Start whatever has not started."""
         for bucket in self._buckets[self._next :]:
             bucket.start_reduction()
-        self._next = len(self._buckets)
+            self._next += 1
         self.phase = Phase.REDUCING
 
     def finish(self) -> None:
@@ -150,6 +158,8 @@ class Reducer:
 
     def await_all(self) -> None:
         """The second half of `finish`, whatever has become of gradients meanwhile."""
+        if self.phase is Phase.REDUCED:
+            return
         for bucket in self._buckets:
             bucket.collect()
             bucket.sums.add_partial()
@@ -185,8 +195,9 @@ class Reducer:
         self._epoch += 1
         self._counted.clear()
         if self._waits:
-            self._patience_s = min(2 * self._patience_s, self._longest_s)
-        self._waits = True
+            self._next_pause = 1
+        self._waits = self._pause == 0
+        self._pause = max(0, self._pause - 1)
         for bucket in self._buckets:
             bucket.pending = len(bucket.members)
 
@@ -236,15 +247,16 @@ class Reducer:
             bucket = self._buckets[self._collected]
             if bucket.sums.is_lent:
                 if not bucket.sums.is_collectable(self._patience_s if self._waits else 0.0):
-                    self._lose_patience()
+                    self._stop_waiting()
                     return
                 bucket.collect()
             self._collected += 1
 
-    def _lose_patience(self) -> None:
+    def _stop_waiting(self) -> None:
         if self._waits:
             self._waits = False
-            self._patience_s = min(max(self._patience_s / 2, _LEAST_PATIENCE_S), self._longest_s)
+            self._pause = self._next_pause
+            self._next_pause = min(2 * self._next_pause, _MOST_PAUSES)
 
 
 def _is_coming(member: Member) -> bool:

@@ -41,9 +41,14 @@ class DrivenRounds(Reducer):
         self._rounds = 0
         self._is_behind = False
 
-    def discard(self) -> None:
-        """Drop what is here: a schedule that was broken off is not joined again."""
+    def join_all(self) -> None:
+        """Nothing: a schedule that was broken off is not joined again."""
         self.disarm()
+
+    def await_all(self) -> None:
+        """Wait for what was started."""
+        if self._rounds > 0:
+            super().await_all()
 
     def start_all(self) -> None:
         """Reduce what came since the last round; later gradients belong to the next.
@@ -87,10 +92,11 @@ class BackwardRounds(Reducer):
     Args:
         buckets: In the order in which they are reduced on every rank.
         agree: Joins the ranks that step together.
+        patience_s: As in `Reducer`.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], agree: Communicator) -> None:
-        super().__init__(buckets)
+    def __init__(self, buckets: Sequence[Bucket], agree: Communicator, patience_s: float) -> None:
+        super().__init__(buckets, patience_s=patience_s)
         self._agree = agree
 
     @property
@@ -102,6 +108,14 @@ class BackwardRounds(Reducer):
     def in_flight(self) -> bool:
         """Whether a reduction has started and was not waited for."""
         return self.phase is Phase.REDUCING or self._next > 0
+
+    def join_all(self) -> None:
+        """Take part in the rounds of other ranks, before a step is given up."""
+        self.disarm()
+        if self.phase is Phase.ACCUMULATING:
+            for bucket in self._buckets[self._next :]:
+                bucket.drop_gradients()
+            self.start_all()
 
     def arm(self) -> None:
         """Every backward is counted; only check that one may come."""
