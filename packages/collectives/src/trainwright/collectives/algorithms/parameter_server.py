@@ -126,8 +126,11 @@ class ParameterServer:
 
         A worker that has done k steps gets new parameters once the slowest has done ``k - bound``.
         Each gradient makes a whole update, so that ``w`` workers make ``w`` times as many as in
-        `serve`. ``comm`` must be able to tell that a message has come before it is waited for, as
-        all of this package but process groups on foreign backends are.
+        `serve`.
+
+        Whether a gradient has come is what ``Work.is_done`` says: where a backend tells that of
+        several messages only in the order in which it was asked, a worker that is late can keep
+        others waiting before they have reached the bound.
 
         Raises:
             UsageError: ``bound`` is negative.

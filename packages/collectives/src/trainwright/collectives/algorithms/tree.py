@@ -36,8 +36,8 @@ from trainwright.collectives.checks import check_is_tensor
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.protocol import ReduceOp
 
-# Long beside the start-up of a message, short beside a gradient bucket.
-_CHUNK_BYTES = 1 << 18
+# Takes longer to send than a message to start; tensors that are worth cutting have many of them.
+_CHUNK_BYTES = 1 << 20
 
 
 def tree_all_reduce_plan(size: int, rank: int, num_chunks: int = 1) -> Plan:
@@ -89,7 +89,7 @@ def tree_all_reduce(
     """Combine ``tensor`` over all ranks, in place, through one binary tree.
 
     Args and Raises: as `all_reduce_by`. ``num_chunks`` is k, the same on all ranks; None: a chunk
-    for each 256 KiB.
+    for each MiB.
 
     Communicates:
         ``2 * h + k - 1`` steps. A rank sends its parent and each child ``k`` messages: ``K`` for
@@ -147,7 +147,7 @@ def double_tree_all_reduce(
     """Combine ``tensor`` over all ranks, in place, half of it through each of two binary trees.
 
     Args and Raises: as `all_reduce_by`. ``num_chunks`` is k, the chunks of each half, the same on
-    all ranks; None: a chunk for each 256 KiB.
+    all ranks; None: a chunk for each MiB.
 
     Communicates:
         ``2 * h + k - 1`` steps. A rank sends ``K / 2`` for each neighbour in each tree, in ``k``
