@@ -142,6 +142,19 @@ def test_an_encoded_element_is_one_byte_and_its_share_of_a_scale(codec, dtype, n
     assert sum(part.untyped_storage().nbytes() for part in parts) == num_bytes
 
 
+@pytest.mark.parametrize(
+    ("codec", "smallest"),
+    [(BlockInt8(), 1.0), (BlockFloat8(), 2.0**-9), (BlockFloat8(format=E5M2), 2.0**-16)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scales_stay_so_large_that_no_product_loses_digits(codec, smallest, dtype):
+    tiny = torch.finfo(dtype).smallest_normal
+
+    for tensor in (torch.zeros(3, dtype=dtype), torch.full((3,), tiny, dtype=dtype)):
+        _, scales = codec.encode(tensor)
+        assert (scales * smallest).tolist() == [tiny]
+
+
 def test_codecs_are_values_that_keep_the_protocol():
     assert isinstance(BlockInt8(), Codec)
     assert isinstance(BlockFloat8(), Codec)

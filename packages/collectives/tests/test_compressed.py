@@ -59,7 +59,7 @@ class CountingCommunicator:
         return self._comm.all_to_all(output, input, **options)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @worlds
 @example(size=3, rows=2, row=(5,), dtype=torch.bfloat16, codec=BlockInt8(4))
 def test_a_compressed_gather_is_the_gather_of_what_each_part_decodes_to(
@@ -81,7 +81,7 @@ def test_a_compressed_gather_is_the_gather_of_what_each_part_decodes_to(
     assert all(torch.equal(result, expected) for pair in results for result in pair)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @worlds
 @example(size=3, rows=2, row=(5,), dtype=torch.float16, codec=BlockInt8(4))
 def test_a_compressed_reduction_adds_what_arrives_and_the_own_part_in_rank_order_and_rounds_once(

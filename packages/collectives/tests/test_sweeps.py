@@ -3,7 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.collectives.cost import cost
@@ -85,6 +85,7 @@ def test_the_model_without_a_ramp_misses_what_the_ramp_explains():
     assert max(abs(straight.error(point)) for point in points) > 0.25
 
 
+@settings(max_examples=8)
 @given(
     route=st.sampled_from(Route),
     latency_us=st.floats(0.1, 50),

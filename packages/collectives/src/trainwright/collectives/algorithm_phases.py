@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import attrs
+
 from trainwright.collectives.phases import Phase, Phases, PhasesOf, Request, pipelined, rounds
 from trainwright.collectives.topology import Link, Topology
 
@@ -33,13 +35,17 @@ def _ring(passes: int) -> PhasesOf:
 def _bidirectional_ring(passes: int) -> PhasesOf:
     """Half of each chunk each way: the same bytes, and half the time where there are two ports.
 
-    A device at the edge of its node has one of its neighbours in it.
+    A ring leaves a node at one device each way; that device has its other neighbour in the node.
     """
 
     def phases(request: Request) -> Phases:
         topology = request.topology
         steps = passes * (topology.size - 1)
         half = request.num_bytes / topology.size / 2
+        if topology.rings > 1:
+            exits = min(2 * topology.rings, topology.devices_per_node)
+            far = Phase(steps, half, attrs.evolve(topology, rings=exits).ring_link)
+            return (far,) if topology.ports > 1 else (far, far)
         far = Phase(steps, half, topology.ring_link)
         if topology.ports > 1:
             return (far,)
