@@ -161,7 +161,7 @@ def test_a_double_tree_sends_twice_the_bytes_however_many_ranks_there_are(ranks)
     found = cost("all_reduce", "double_tree", GIB, one_node(ranks), chunks=chunks)
 
     assert found.chunks == chunks
-    assert found.bytes_sent == pytest.approx(2 * GIB, rel=1e-2)
+    assert found.bytes_sent == pytest.approx(2 * GIB, rel=1e-3)
     # With two chunks for each of k: the four steps a level of messages one by one, and 2k.
     assert found.steps <= 4 * math.log2(ranks) + 2 * (2 * chunks)
 
@@ -207,7 +207,7 @@ def test_both_directions_leave_a_node_at_two_devices_until_all_of_them_are_used(
     def gain(rings):
         topology = preset("h100", 16, rings=rings)
         ring, both = (
-            cost("all_reduce", name, 64 * GIB, topology).time_s
+            cost("all_reduce", name, 1024 * GIB, topology).time_s
             for name in ("ring", "bidirectional_ring")
         )
         return ring / both
