@@ -71,21 +71,55 @@ def test_every_contribution_is_counted_once_in_every_result(size):
             verify_plans(plans_of(make, size))
 
 
-@given(size=st.integers(1, 12), root=st.integers(0, 11), num_chunks=st.integers(1, 4))
-def test_any_rank_can_be_the_root(size, root, num_chunks):
-    root %= size
-    options = {"root": root, "num_chunks": num_chunks}
+# Name: reduction, broadcast, and their steps beside the number of chunks minus one.
+ROOTED = {
+    "direct": (
+        lambda n, r, root, k: algorithms.direct_reduce_plan(n, r, root),
+        lambda n, r, root, k: algorithms.direct_broadcast_plan(n, r, root),
+        lambda n: 1,
+    ),
+    "ring": (algorithms.ring_reduce_plan, algorithms.ring_broadcast_plan, lambda n: n - 1),
+    "tree": (algorithms.tree_reduce_plan, algorithms.tree_broadcast_plan, tree_height),
+    "double_tree": (
+        algorithms.double_tree_reduce_plan,
+        algorithms.double_tree_broadcast_plan,
+        lambda n: tree_height(n - 1) + 1,
+    ),
+}
 
-    down = plans_of(partial(algorithms.tree_broadcast_plan, **options), size)
-    up = plans_of(partial(algorithms.tree_reduce_plan, **options), size)
-    master = plans_of(partial(algorithms.master_worker_all_reduce_plan, master=root), size)
 
-    for plans in (down, up, master):
-        verify_plans(plans)
-    assert [plan.kept for plan in up if plan.kept != (0, 0)] == [(0, num_chunks)]
-    assert up[root].kept == down[root].given == (0, num_chunks)
-    steps = tree_height(size) + num_chunks - 1 if size > 1 else 0
+@pytest.mark.parametrize("name", ROOTED)
+@given(size=st.integers(1, 12), root=st.integers(0, 11), k=st.integers(1, 4))
+def test_any_rank_can_be_the_root(name, size, root, k):
+    reduce, broadcast, height = ROOTED[name]
+    root, k = root % size, 1 if name == "direct" else k
+
+    up = [reduce(size, rank, root, k) for rank in range(size)]
+    down = [broadcast(size, rank, root, k) for rank in range(size)]
+
+    verify_plans(up)
+    verify_plans(down)
+    chunks = (0, up[0].num_chunks)
+    assert [plan.rank for plan in up if plan.kept == chunks] == [root]
+    assert [plan.rank for plan in down if plan.given == chunks] == [root]
+    steps = height(size) + k - 1 if size > 1 else 0
     assert len(up[0].steps) == len(down[0].steps) == steps
+    numel = 120
+    assert [plan.num_sent(numel) for plan in up] == [numel * (r != root) for r in range(size)]
+    assert [plan.num_received(numel) for plan in down] == [numel * (r != root) for r in range(size)]
+    if name in ("ring", "double_tree"):
+        assert all(plan.num_sent(numel) <= numel for plan in down)
+        assert all(plan.num_received(numel) <= numel for plan in up)
+
+
+@pytest.mark.parametrize("master", range(4))
+def test_any_rank_can_be_the_master(master):
+    make = partial(algorithms.master_worker_all_reduce_plan, master=master)
+
+    plans = plans_of(make, 4)
+
+    verify_plans(plans)
+    assert plans[master].num_sent(K) == 3 * K
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
@@ -326,7 +360,12 @@ def test_plans_of_different_worlds_do_not_belong_together():
         (lambda: algorithms.halving_doubling_all_reduce_plan(0, 0), r"rank=0 is not one of 0"),
         (lambda: algorithms.tree_all_reduce_plan(3, -1), r"rank=-1 is not one of 3"),
         (lambda: algorithms.tree_broadcast_plan(3, 0, 5), r"root: rank=5 is not one of 3"),
-        (lambda: algorithms.master_worker_all_reduce_plan(3, 0, 7), r"master: rank=7"),
+        (
+            lambda: algorithms.master_worker_all_reduce_plan(3, 0, 7),
+            r"root: rank=7",
+        ),
+        (lambda: algorithms.ring_reduce_plan(3, 0, 5), r"root: rank=5 is not one of 3"),
+        (lambda: algorithms.double_tree_reduce_plan(3, 4, 0), r"rank=4 is not one of 3"),
         (lambda: algorithms.hierarchical_all_reduce_plan(6, 0, 4), r"ranks_per_node=4 must divide"),
         (lambda: Plan("short", 0, 2, (Step((Part(1, 0, 2, HALF),)),)), r"chunks 0\.\.2 of rank 0"),
         (lambda: Plan("far", 0, 2, (Step((Part(2, 0, 1, HALF),)),)), r"rank=2 is not one of 2"),

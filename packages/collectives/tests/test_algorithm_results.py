@@ -165,21 +165,37 @@ def test_halves_of_all_reduces_equal_the_rings_and_send_what_they_plan(size):
     run(size, body)
 
 
+# Reductions and broadcasts, with ways to cut the tensor.
+ROOTED = [
+    (algorithms.direct_reduce, algorithms.direct_broadcast, [{}]),
+    *(
+        (reduce, broadcast, [{"num_chunks": k} for k in (1, 3, None)])
+        for reduce, broadcast in (
+            (algorithms.ring_reduce, algorithms.ring_broadcast),
+            (algorithms.tree_reduce, algorithms.tree_broadcast),
+            (algorithms.double_tree_reduce, algorithms.double_tree_broadcast),
+        )
+    ),
+]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
-def test_trees_reduce_to_any_root_and_broadcast_from_it(size):
+def test_reductions_go_to_any_root_and_broadcasts_come_from_it(size):
     def body(comm):
-        for root, num_chunks in itertools.product({0, size // 2, size - 1}, (1, 3, None)):
-            tensor = values_of(comm.rank, 10, torch.bfloat16)
-            expected = tensor.clone()
-            comm.reduce(expected, root, ReduceOp.AVG).wait()
-            algorithms.tree_reduce(comm, tensor, root, ReduceOp.AVG, num_chunks=num_chunks)
-            assert torch.equal(tensor, expected)
-            # A column, which only strides tell from its neighbour.
-            base = values_of(comm.rank, 14, torch.float32).view(7, 2)
-            neighbour = base[:, 1].clone()
-            algorithms.tree_broadcast(comm, base[:, 0], root, num_chunks=num_chunks)
-            assert torch.equal(base[:, 0], values_of(root, 14, torch.float32).view(7, 2)[:, 0])
-            assert torch.equal(base[:, 1], neighbour)
+        for root, (reduce, broadcast, cuts) in itertools.product({0, size - 1}, ROOTED):
+            own = values_of(comm.rank, 10, torch.bfloat16)
+            comm.reduce(own, root, ReduceOp.AVG).wait()
+            for cut in cuts:
+                tensor = values_of(comm.rank, 10, torch.bfloat16)
+                reduce(comm, tensor, root, ReduceOp.AVG, **cut)
+                assert torch.equal(tensor, own), reduce
+                # A column, which only strides tell from its neighbour.
+                base = values_of(comm.rank, 14, torch.float32).view(7, 2)
+                neighbour = base[:, 1].clone()
+                broadcast(comm, base[:, 0], root, **cut)
+                from_root = values_of(root, 14, torch.float32).view(7, 2)[:, 0]
+                assert torch.equal(base[:, 0], from_root), broadcast
+                assert torch.equal(base[:, 1], neighbour), broadcast
 
     run(size, body)
 
@@ -330,6 +346,8 @@ def test_what_a_rank_contributes_travels_as_it_is_and_partial_sums_travel_wide()
         partial(algorithms.double_tree_all_reduce),
         partial(algorithms.halving_doubling_all_reduce),
         partial(algorithms.tree_reduce, root=0),
+        partial(algorithms.double_tree_reduce, root=0),
+        partial(algorithms.ring_reduce, root=0),
     ],
 )
 def test_algorithms_of_another_order_refuse_to_be_deterministic(refused):

@@ -7,15 +7,33 @@ All functions have finished when they return, never wait for a send before the m
 has been started, and send nothing for empty chunks.
 """
 
+from trainwright.collectives.algorithms.chain import (
+    ring_broadcast,
+    ring_broadcast_plan,
+    ring_reduce,
+    ring_reduce_plan,
+)
 from trainwright.collectives.algorithms.direct import (
     direct_all_gather,
     direct_all_gather_plan,
     direct_all_reduce,
     direct_all_reduce_plan,
+    direct_broadcast,
+    direct_broadcast_plan,
+    direct_reduce,
+    direct_reduce_plan,
     direct_reduce_scatter,
     direct_reduce_scatter_plan,
     master_worker_all_reduce,
     master_worker_all_reduce_plan,
+)
+from trainwright.collectives.algorithms.double_tree import (
+    double_tree_all_reduce,
+    double_tree_all_reduce_plan,
+    double_tree_broadcast,
+    double_tree_broadcast_plan,
+    double_tree_reduce,
+    double_tree_reduce_plan,
 )
 from trainwright.collectives.algorithms.execution import Passage
 from trainwright.collectives.algorithms.halving import (
@@ -57,8 +75,6 @@ from trainwright.collectives.algorithms.ring import (
 from trainwright.collectives.algorithms.served_parameters import ServedParameters
 from trainwright.collectives.algorithms.server_roles import ServerRoles
 from trainwright.collectives.algorithms.tree import (
-    double_tree_all_reduce,
-    double_tree_all_reduce_plan,
     tree_all_reduce,
     tree_all_reduce_plan,
     tree_broadcast,
@@ -99,10 +115,18 @@ __all__ = [
     "direct_all_gather_plan",
     "direct_all_reduce",
     "direct_all_reduce_plan",
+    "direct_broadcast",
+    "direct_broadcast_plan",
+    "direct_reduce",
+    "direct_reduce_plan",
     "direct_reduce_scatter",
     "direct_reduce_scatter_plan",
     "double_tree_all_reduce",
     "double_tree_all_reduce_plan",
+    "double_tree_broadcast",
+    "double_tree_broadcast_plan",
+    "double_tree_reduce",
+    "double_tree_reduce_plan",
     "halving_doubling_all_gather",
     "halving_doubling_all_gather_plan",
     "halving_doubling_all_reduce",
@@ -119,6 +143,10 @@ __all__ = [
     "ring_all_gather_plan",
     "ring_all_reduce",
     "ring_all_reduce_plan",
+    "ring_broadcast",
+    "ring_broadcast_plan",
+    "ring_reduce",
+    "ring_reduce_plan",
     "ring_reduce_scatter",
     "ring_reduce_scatter_plan",
     "split_by_nodes",

@@ -38,6 +38,12 @@ def tree_root(size: int) -> int:
     return (1 << tree_height(size)) - 1
 
 
+def twin_root(size: int) -> int:
+    """Return the rank at the root of the second tree."""
+    root = tree_root(size)
+    return size - 1 - root if size % 2 == 0 else (root + 1) % size
+
+
 def tree_node(size: int, rank: int) -> TreeNode:
     """Return rank's place in the first tree."""
     check_place("tree", rank, size)
