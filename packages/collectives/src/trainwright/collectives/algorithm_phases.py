@@ -118,10 +118,14 @@ def _double_tree_all_reduce(request: Request) -> Phases:
 
 
 def _double_tree(request: Request) -> Phases:
-    """Down two trees, or up, with half of the tensor each: K in all for every rank."""
+    """Down two trees, or up, with half of the tensor each: K in all for every rank.
+
+    The root stands above two trees of the other ranks.
+    """
     topology = request.topology
-    height = topology.size.bit_length() - 1
-    return pipelined(request, height * rounds(2, topology), rounds(2, topology), parts=2)
+    height = (topology.size - 1).bit_length()
+    each = rounds(2, topology)
+    return pipelined(request, height * each, each, parts=2)
 
 
 def _chain(request: Request) -> Phases:
