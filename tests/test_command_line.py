@@ -107,11 +107,13 @@ def test_eight_processes_train_in_3d_as_one_process_with_eight_threads_does(
 
     apart = ["--sequence-parallel", "--out", str(processes), "--json"]
     output, _ = finish([*layout, *SMALL, *apart])
-    finish([*layout, *SMALL, "--out", str(threads), "--threads-as-ranks"])
+    shared = tmp_path / "shared"
+    finish([*layout, *SMALL, "--comm", "shm", "--out", str(shared)])
+    finish([*layout, *SMALL, "--out", str(threads), "--comm", "threads"])
     alone = ["--layout", "dp=1", "--steps", "4", "--data", str(book), "--threads-as-ranks"]
     finish([*alone, *SMALL, "--out", str(serial)])
 
-    for folder in (threads, serial):
+    for folder in (shared, threads, serial):
         for found, right in zip(metrics(processes), metrics(folder), strict=True):
             assert found["step"] == right["step"]
             assert found["tokens"] == right["tokens"] == 8 * 32

@@ -129,6 +129,8 @@ def test_workers_get_exactly_the_settings_of_the_launcher(sequence_parallel: boo
         (["train", "--stepz", "3"], ["--stepz"]),
         (["train", "--steps", "many"], ["--steps", "many"]),
         (["train", "--layout", "dp=2,tp=8"], ["tp=8"]),
+        (["train", "--comm", "shn"], ["--comm", "shn", "shm"]),
+        (["train", "--comm", "shm", "--threads-as-ranks"], ["--comm threads", "shm"]),
         (["train", "--layout", "dp=2", "--sequence-parallel"], ["--sequence-parallel", "set tp"]),
         (
             ["train", "--layout", "tp=4", "--sequence-parallel", "--sequence-length", "3"],

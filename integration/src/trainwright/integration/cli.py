@@ -37,6 +37,7 @@ from trainwright.integration.run_folder import CONFIG, RunFolder
 from trainwright.stability_guards import HaltError
 
 MODULE = "trainwright.integration"
+TRANSPORTS = ("auto", "gloo", "shm", "threads")
 MAX_PATH = 4096
 
 
@@ -104,7 +105,8 @@ def parser() -> argparse.ArgumentParser:
     add("--recompute", help="none, full or every-K layers (default none)")
     add("--out", help="run folder (default runs/DATE-TIME)")
     add("--resume", metavar="DIR", help="continue the run in this folder")
-    add("--threads-as-ranks", action="store_true", help="every rank a thread of this process")
+    add("--comm", choices=TRANSPORTS, help="what carries messages (default auto: NCCL or Gloo)")
+    add("--threads-as-ranks", action="store_true", help="every rank a thread: --comm threads")
     add("--prepared", action="store_true", default=False, help=argparse.SUPPRESS)
     add("--json", action="store_true", help="print the summary as one JSON object")
     return root
@@ -132,7 +134,8 @@ def train_command(options: argparse.Namespace) -> int:
     check_fits(config.shape, config.mesh, config)
     place = launch.place_in_environment(os.environ)
     as_json = getattr(options, "json", False)
-    if getattr(options, "threads_as_ranks", False):
+    transport = transport_of(options)
+    if transport == "threads":
         with prepare(config, out, resume):
             summaries = launch.run_as_threads(
                 config.mesh.world_size, lambda world: worker.run(world, config, out, resume)
@@ -141,7 +144,7 @@ def train_command(options: argparse.Namespace) -> int:
         return 0
     if place is None:
         launch.check_startable(config.mesh.world_size)
-        arguments = worker_arguments(config, out, resume, as_json)
+        arguments = [*worker_arguments(config, out, resume, as_json), "--comm", transport]
         with prepare(config, out, resume):
             return launch.start_workers(config.mesh.world_size, MODULE, arguments)
     if place.world_size != config.mesh.world_size:
@@ -156,6 +159,19 @@ def train_command(options: argparse.Namespace) -> int:
         launch.end_with_parent()
     _work_in_place(place, config, out, resume, options)
     return 0
+
+
+def transport_of(options: argparse.Namespace) -> str:
+    """Return what carries messages.
+
+    Raises:
+        ConfigError: two options contradict each other.
+    """
+    as_threads = getattr(options, "threads_as_ranks", False)
+    chosen: str = getattr(options, "comm", "threads" if as_threads else "auto")
+    if as_threads and chosen != "threads":
+        raise ConfigError(f"--threads-as-ranks is --comm threads, got --comm {chosen} besides")
+    return chosen
 
 
 def settle(options: argparse.Namespace) -> tuple[RunConfig, str, bool]:
@@ -233,7 +249,7 @@ def _work_in_place(
             agreed = _prepared_by_first(world, config, out, resume, held)
             return worker.run(world, config, agreed, resume)
 
-    summary = launch.run_as_worker(place, work)
+    summary = launch.run_as_worker(place, work, transport_of(options))
     if place.rank == 0:
         worker.report(summary, getattr(options, "json", False))
 

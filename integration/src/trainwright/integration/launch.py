@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainwright.collectives import Communicator, LocalWorld, TorchCommunicator
+from trainwright.collectives.shm import SharedMemoryCommunicator
 from trainwright.integration.errors import ConfigError
 
 T = TypeVar("T")
@@ -61,12 +62,19 @@ def _require_meeting_place(environment: Mapping[str, str], where: str) -> None:
         )
 
 
-def run_as_worker(place: Place, work: Callable[[Communicator], T]) -> T:
-    """Join the process group, run ``work`` on it and leave; NCCL where there are GPUs, else Gloo.
+def run_as_worker(place: Place, work: Callable[[Communicator], T], transport: str = "auto") -> T:
+    """Join the process group, run ``work`` on it and leave.
 
     Errors are told to the peers first, so that they stop with the cause and not with a timeout.
+
+    Args:
+        place: this process among all.
+        work: is given the communicator.
+        transport: ``auto`` is NCCL where there are GPUs, else Gloo; ``gloo`` and ``shm`` (memory
+            that the processes of one host share) keep tensors on the CPU.
     """
-    use_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
+    has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
+    use_cuda = has_gpus and transport == "auto"
     device = torch.device("cuda", place.local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
@@ -79,7 +87,11 @@ def run_as_worker(place: Place, work: Callable[[Communicator], T]) -> T:
         timeout=timedelta(seconds=TIMEOUT_S),
         device_id=device if use_cuda else None,
     )
-    world = TorchCommunicator(device=device)
+    world: TorchCommunicator | SharedMemoryCommunicator
+    if transport == "shm":
+        world = SharedMemoryCommunicator()
+    else:
+        world = TorchCommunicator(device=device)
     try:
         result = work(world)
     except BaseException as error:
