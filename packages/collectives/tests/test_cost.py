@@ -1,3 +1,4 @@
+import functools
 import itertools
 import math
 import time
@@ -43,10 +44,24 @@ PLANS = {
     ("reduce_scatter", "bidirectional_ring"): plans.bidirectional_ring_reduce_scatter_plan,
     ("reduce_scatter", "direct"): plans.direct_reduce_scatter_plan,
     ("reduce_scatter", "halving_doubling"): plans.halving_doubling_reduce_scatter_plan,
+    ("broadcast", "direct"): functools.partial(plans.direct_broadcast_plan, root=0),
+    ("reduce", "direct"): functools.partial(plans.direct_reduce_plan, root=0),
     ("all_gather", "ring"): plans.ring_all_gather_plan,
     ("all_gather", "bidirectional_ring"): plans.bidirectional_ring_all_gather_plan,
     ("all_gather", "direct"): plans.direct_all_gather_plan,
     ("all_gather", "halving_doubling"): plans.halving_doubling_all_gather_plan,
+}
+
+
+CHUNKED_PLANS = {
+    ("all_reduce", "tree"): plans.tree_all_reduce_plan,
+    ("all_reduce", "double_tree"): plans.double_tree_all_reduce_plan,
+    ("broadcast", "tree"): plans.tree_broadcast_plan,
+    ("broadcast", "double_tree"): plans.double_tree_broadcast_plan,
+    ("broadcast", "ring"): plans.ring_broadcast_plan,
+    ("reduce", "tree"): plans.tree_reduce_plan,
+    ("reduce", "double_tree"): plans.double_tree_reduce_plan,
+    ("reduce", "ring"): plans.ring_reduce_plan,
 }
 
 
@@ -96,22 +111,11 @@ def test_costs_over_nodes_are_those_of_the_plans(nodes, each):
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
 def test_costs_of_trees_are_at_most_a_few_messages_above_those_of_the_plans(ranks, chunks):
     topology, num_bytes = one_node(ranks), 48 * 2520
-    found = {
-        ("all_reduce", "tree"): [
-            plans.tree_all_reduce_plan(ranks, rank, chunks) for rank in range(ranks)
-        ],
-        ("all_reduce", "double_tree"): [
-            plans.double_tree_all_reduce_plan(ranks, rank, chunks) for rank in range(ranks)
-        ],
-        ("broadcast", "tree"): [
-            plans.tree_broadcast_plan(ranks, rank, 0, chunks) for rank in range(ranks)
-        ],
-        ("reduce", "tree"): [
-            plans.tree_reduce_plan(ranks, rank, 0, chunks) for rank in range(ranks)
-        ],
-    }
+    root = ranks // 2
 
-    for (collective, algorithm), plan in found.items():
+    for (collective, algorithm), plan_of in CHUNKED_PLANS.items():
+        place = () if collective == "all_reduce" else (root,)
+        plan = [plan_of(ranks, rank, *place, chunks) for rank in range(ranks)]
         expected = replayed_s(plan, num_bytes, topology)
         given = cost(collective, algorithm, num_bytes, topology, chunks=chunks)
         message = sum(phase.link.time_s(phase.bytes_per_step) for phase in given.phases)
