@@ -217,6 +217,14 @@ def test_a_hierarchy_of_communicators_reduces_over_all(ranks_per_node, num_nodes
             )
             algorithms.hierarchical_all_reduce(within, outside, tensor, ReduceOp.AVG)
             assert torch.equal(tensor, own)
+            bounds = chunk_bounds(numel, comm.size)
+            kept = torch.empty(bounds[comm.rank + 1] - bounds[comm.rank], dtype=dtype)
+            source = values_of(comm.rank, numel, dtype)
+            algorithms.hierarchical_reduce_scatter(node, across, kept, source, ReduceOp.AVG)
+            assert torch.equal(kept, own[bounds[comm.rank] : bounds[comm.rank + 1]])
+            everything = torch.empty_like(own)
+            algorithms.hierarchical_all_gather(node, across, everything, kept)
+            assert torch.equal(everything, own)
             sent.append([sum(m.tensor.numel() for m in c.sends()) for c in (within, outside)])
         numel = d * m * 12
         assert sent[0] == [2 * (d - 1) * numel // d, 2 * (m - 1) * numel // m // d]

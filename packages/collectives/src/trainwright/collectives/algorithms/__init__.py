@@ -45,8 +45,12 @@ from trainwright.collectives.algorithms.halving import (
     halving_doubling_reduce_scatter_plan,
 )
 from trainwright.collectives.algorithms.hierarchical import (
+    hierarchical_all_gather,
+    hierarchical_all_gather_plan,
     hierarchical_all_reduce,
     hierarchical_all_reduce_plan,
+    hierarchical_reduce_scatter,
+    hierarchical_reduce_scatter_plan,
     split_by_nodes,
 )
 from trainwright.collectives.algorithms.operations import (
@@ -133,8 +137,12 @@ __all__ = [
     "halving_doubling_all_reduce_plan",
     "halving_doubling_reduce_scatter",
     "halving_doubling_reduce_scatter_plan",
+    "hierarchical_all_gather",
+    "hierarchical_all_gather_plan",
     "hierarchical_all_reduce",
     "hierarchical_all_reduce_plan",
+    "hierarchical_reduce_scatter",
+    "hierarchical_reduce_scatter_plan",
     "master_worker_all_reduce",
     "master_worker_all_reduce_plan",
     "reduce_by",

@@ -14,7 +14,11 @@ from collections.abc import Sequence
 
 import torch
 
-from trainwright.collectives.algorithms.operations import all_reduce_by
+from trainwright.collectives.algorithms.operations import (
+    all_gather_by,
+    all_reduce_by,
+    reduce_scatter_by,
+)
 from trainwright.collectives.algorithms.plan import Payload, Plan
 from trainwright.collectives.algorithms.ring import Ring
 from trainwright.collectives.errors import UsageError
@@ -56,6 +60,30 @@ def hierarchical_all_reduce_plan(size: int, rank: int, ranks_per_node: int) -> P
         pieces=num_nodes,
         kept=(0, size),
     )
+
+
+def hierarchical_reduce_scatter_plan(size: int, rank: int, ranks_per_node: int) -> Plan:
+    """Return rank's part, with nodes as in `hierarchical_all_reduce_plan`.
+
+    Raises:
+        UsageError: ``ranks_per_node`` does not divide ``size``.
+    """
+    within, across = _rings_by_rank(size, rank, ranks_per_node)
+    first = Payload.CONTRIBUTION if ranks_per_node == 1 else Payload.PARTIAL
+    steps = (*within.reduce(), *across.reduce(first))
+    return Plan("hierarchical", rank, size, steps, blocks=size, kept=(rank, rank + 1))
+
+
+def hierarchical_all_gather_plan(size: int, rank: int, ranks_per_node: int) -> Plan:
+    """Return rank's part, with nodes as in `hierarchical_all_reduce_plan`.
+
+    Raises:
+        UsageError: ``ranks_per_node`` does not divide ``size``.
+    """
+    within, across = _rings_by_rank(size, rank, ranks_per_node)
+    steps = (*across.gather(), *within.gather())
+    given = (rank, rank + 1)
+    return Plan("hierarchical", rank, size, steps, blocks=size, given=given, kept=(0, size))
 
 
 def split_by_nodes(comm: Communicator, ranks_per_node: int) -> tuple[Communicator, Communicator]:
@@ -110,6 +138,49 @@ def hierarchical_all_reduce(
     all_reduce_by(plan, levels, tensor, op, reduce_dtype=reduce_dtype, deterministic=deterministic)
 
 
+def hierarchical_reduce_scatter(
+    node: Communicator,
+    across: Communicator,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
+) -> None:
+    """Combine ``input`` over all ranks; rank r keeps chunk r of its flattened elements.
+
+    Args and Raises: ``node`` and ``across`` as in `hierarchical_all_reduce`, the others as in
+    `reduce_scatter_by`.
+
+    Communicates:
+        ``d - 1`` steps of ``m`` messages and ``m - 1`` of one. Each rank sends ``(d - 1) / d * K``
+        within its node and ``(m - 1) / m * K / d`` across.
+    """
+    levels = _TwoLevels(node, across)
+    plan = hierarchical_reduce_scatter_plan(levels.size, levels.rank, node.size)
+    reduce_scatter_by(
+        plan, levels, output, input, op, reduce_dtype=reduce_dtype, deterministic=deterministic
+    )
+
+
+def hierarchical_all_gather(
+    node: Communicator, across: Communicator, output: torch.Tensor, input: torch.Tensor
+) -> None:
+    """Put every rank's ``input`` into ``output``: that of rank r becomes its chunk r.
+
+    Args and Raises: ``node`` and ``across`` as in `hierarchical_all_reduce`, the others as in
+    `all_gather_by`.
+
+    Communicates:
+        ``m - 1`` steps of one message and ``d - 1`` of ``m``. Each rank sends
+        ``(m - 1) / m * K / d`` across and ``(d - 1) / d * K`` within its node.
+    """
+    levels = _TwoLevels(node, across)
+    plan = hierarchical_all_gather_plan(levels.size, levels.rank, node.size)
+    all_gather_by(plan, levels, output, input)
+
+
 def check_nodes(size: int, ranks_per_node: int) -> None:
     """Refuse nodes of unequal sizes.
 
@@ -121,6 +192,29 @@ def check_nodes(size: int, ranks_per_node: int) -> None:
             f"hierarchical: ranks_per_node={ranks_per_node} must divide the {size} ranks; leave "
             "ranks out, or use an algorithm without nodes"
         )
+
+
+def _rings_by_rank(size: int, rank: int, ranks_per_node: int) -> tuple[Ring, Ring]:
+    """Return the rings in the node and across, where rank r ends up with chunk r."""
+    check_nodes(size, ranks_per_node)
+    num_nodes = size // ranks_per_node
+    node, place = divmod(rank, ranks_per_node)
+    within = Ring(
+        place,
+        ranks_per_node,
+        first_rank=node * ranks_per_node,
+        num_messages=num_nodes,
+        message_pitch=ranks_per_node,
+    )
+    across = Ring(
+        node,
+        num_nodes,
+        first_rank=place,
+        rank_pitch=ranks_per_node,
+        first_chunk=place,
+        chunk_pitch=ranks_per_node,
+    )
+    return within, across
 
 
 class _TwoLevels:

@@ -29,8 +29,8 @@ class Ring:
     """``size`` places in a ring as one of them sees it.
 
     Place p is rank ``first_rank + p * rank_pitch`` and ends up with the ``width`` chunks from
-    ``first_chunk + p * chunk_pitch``; chunks travel to the place that is ``direction`` (1 or -1)
-    away.
+    ``first_chunk + p * chunk_pitch``, and as many at each of ``num_messages`` distances of
+    ``message_pitch``; chunks travel to the place that is ``direction`` (1 or -1) away.
     """
 
     place: int
@@ -41,6 +41,8 @@ class Ring:
     first_chunk: int = 0
     chunk_pitch: int = 1
     width: int = 1
+    num_messages: int = 1
+    message_pitch: int = 0
 
     def reduce(self, first: Payload = Payload.CONTRIBUTION) -> list[Step]:
         """Return the steps after which each place has combined its chunks.
@@ -61,15 +63,16 @@ class Ring:
     def _step(self, leaving: int, arriving: int, payload: Payload) -> Step:
         """Send the chunks of the place ``leaving`` places behind, and so on."""
         return Step(
-            (self._part(self.direction, leaving, payload),),
-            (self._part(-self.direction, arriving, payload),),
+            self._parts(self.direction, leaving, payload),
+            self._parts(-self.direction, arriving, payload),
         )
 
-    def _part(self, to: int, behind: int, payload: Payload) -> Part:
-        peer = (self.place + to) % self.size
+    def _parts(self, to: int, behind: int, payload: Payload) -> tuple[Part, ...]:
+        peer = self.first_rank + (self.place + to) % self.size * self.rank_pitch
         owner = (self.place - self.direction * behind) % self.size
-        start = self.first_chunk + owner * self.chunk_pitch
-        return Part(self.first_rank + peer * self.rank_pitch, start, start + self.width, payload)
+        first = self.first_chunk + owner * self.chunk_pitch
+        starts = [first + number * self.message_pitch for number in range(self.num_messages)]
+        return tuple(Part(peer, start, start + self.width, payload) for start in starts)
 
 
 def ring_reduce_scatter_plan(size: int, rank: int) -> Plan:
