@@ -118,7 +118,12 @@ def fitting(op, dtype):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_all_reduces_equal_the_communicators_own_and_send_what_they_plan(size):
-    cases = list(zip([5040, 41, 4, 1, 0], OPS, DTYPES, strict=True))
+    # Over all sizes, every operation and every dtype, in large tensors and in those with fewer
+    # elements than chunks.
+    cases = [
+        (5040, OPS[size % 5], DTYPES[size % 5]),
+        ((41, 4, 1, 0)[size % 4], OPS[(size + 2) % 5], DTYPES[(2 * size + 1) % 5]),
+    ]
 
     def body(comm):
         for numel, op, dtype in cases:
@@ -130,9 +135,6 @@ def test_all_reduces_equal_the_communicators_own_and_send_what_they_plan(size):
                 reduce(counter, tensor, fit, reduce_dtype=dtype)
                 assert torch.equal(tensor, own), name
                 counter.check(make(comm.size, comm.rank), numel, dtype.itemsize)
-                tensor = values_of(comm.rank, numel, dtype)
-                reduce(comm, tensor, fit)
-                assert torch.equal(tensor, own), name
 
     run(size, body)
 
@@ -140,7 +142,7 @@ def test_all_reduces_equal_the_communicators_own_and_send_what_they_plan(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_halves_of_all_reduces_equal_the_rings_and_send_what_they_plan(size):
     def body(comm):
-        for numel, dtype in ((2520, torch.float32), (41, torch.bfloat16), (3, torch.int64)):
+        for numel, dtype in ((2520, torch.float32), (5, torch.int64)):
             bounds = chunk_bounds(numel, size)
             own = slice(bounds[comm.rank], bounds[comm.rank + 1])
             whole = values_of(comm.rank, numel, dtype)
@@ -169,7 +171,7 @@ def test_halves_of_all_reduces_equal_the_rings_and_send_what_they_plan(size):
 ROOTED = [
     (algorithms.direct_reduce, algorithms.direct_broadcast, [{}]),
     *(
-        (reduce, broadcast, [{"num_chunks": k} for k in (1, 3, None)])
+        (reduce, broadcast, [{"num_chunks": k} for k in (3, None)])
         for reduce, broadcast in (
             (algorithms.ring_reduce, algorithms.ring_broadcast),
             (algorithms.tree_reduce, algorithms.tree_broadcast),
@@ -179,7 +181,7 @@ ROOTED = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_reductions_go_to_any_root_and_broadcasts_come_from_it(size):
     def body(comm):
         for root, (reduce, broadcast, cuts) in itertools.product({0, size - 1}, ROOTED):
@@ -261,7 +263,7 @@ def test_transposed_tensors_of_any_shape_are_combined_by_value(size, shape, op, 
 # ---------------------------------------------------------------- rounding
 
 
-@pytest.mark.parametrize("size", [2, 3, 6, 7])
+@pytest.mark.parametrize("size", [2, 6])
 def test_every_rank_gets_the_same_bits_close_to_the_exact_sum(size):
     def body(comm):
         results = {}
