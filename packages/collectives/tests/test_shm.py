@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.collectives import (
     CollectiveTimeoutError,
@@ -29,7 +31,12 @@ from trainwright.collectives import (
     TorchCommunicator,
     UsageError,
 )
-from trainwright.collectives.shm import NotAvailableError, SharedMemoryCommunicator, pieces
+from trainwright.collectives.shm import (
+    NotAvailableError,
+    SharedMemoryCommunicator,
+    pieces,
+    register_backend,
+)
 from trainwright.collectives.testing import (
     COMMUNICATOR_LAWS,
     LAWS_ABOUT_SHAPES,
@@ -276,6 +283,97 @@ def failures_have_not_harmed_other_communicators(world: SharedMemoryCommunicator
     assert tensor.item() == 3
 
 
+def torch_knows_it_as_a_back_end(world: SharedMemoryCommunicator) -> None:
+    register_backend()
+    register_backend()
+    group = dist.new_group(backend="shm")
+    rank, size = world.rank, world.size
+    total = torch.ones(3, requires_grad=True)
+    dist.all_reduce(total, group=group)
+    parts = [torch.empty(2, 2) for _ in range(size)]
+    dist.all_gather(parts, torch.full((2, 2), float(rank)), group=group)
+    kept = torch.empty(2)
+    dist.reduce_scatter(kept, [torch.full((2,), float(r)) for r in range(size)], group=group)
+    averaged = torch.empty(1)
+    dist.reduce_scatter_tensor(averaged, torch.arange(3.0) + rank, dist.ReduceOp.AVG, group)
+    bits = torch.tensor([1 << rank])
+    dist.reduce(bits, 1, dist.ReduceOp.BOR, group)
+    turned = [torch.empty(r + 1) for r in range(size)]
+    dist.all_to_all(turned, [torch.full((rank + 1,), float(r)) for r in range(size)], group=group)
+    table = torch.empty(size)
+    dist.all_to_all_single(table, torch.arange(3.0) + 10 * rank, group=group)
+    gathered = [torch.empty(1) for _ in range(size)] if rank == 1 else None
+    dist.gather(torch.tensor([float(rank)]), gathered, 1, group=group)
+    given = [torch.tensor([5.0 + r]) for r in range(size)] if rank == 2 else None
+    taken = torch.empty(())
+    dist.scatter(taken, given and [part[0] for part in given], 2, group=group)
+    came = torch.empty(1)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    asked = [
+        dist.P2POp(dist.isend, torch.tensor([float(rank)]), after, group),
+        dist.P2POp(dist.irecv, came, before, group),
+    ]
+    for work in dist.batch_isend_irecv(asked):
+        work.wait()
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank}, group=group)
+    dist.barrier(group)
+
+    assert total.tolist() == [3.0] * 3
+    assert [part[1, 1].item() for part in parts] == [0.0, 1.0, 2.0]
+    assert kept.tolist() == [3.0 * rank] * 2
+    assert averaged.item() == rank + 1.0
+    assert rank != 1 or bits.item() == 7
+    assert [part.tolist() for part in turned] == [[float(rank)] * (r + 1) for r in range(size)]
+    assert table.tolist() == [10.0 * r + rank for r in range(size)]
+    assert gathered is None or [part.item() for part in gathered] == [0.0, 1.0, 2.0]
+    assert taken.item() == 5.0 + rank
+    assert came.item() == before
+    assert objects == [{"rank": r} for r in range(size)]
+    with pytest.raises(UsageError, match="there are SUM, AVG"):
+        dist.all_reduce(total, dist._make_nccl_premul_sum(2.0), group)
+    with pytest.raises(UsageError, match="'gloo' is another back end"):
+        register_backend("gloo")
+    with pytest.raises(UsageError, match="in lower case, got 'SHM'"):
+        register_backend("SHM")
+
+
+def torch_trains_over_it(world: SharedMemoryCommunicator) -> None:
+    group = dist.new_group(backend="shm")
+    inputs = [
+        torch.randn(4, 6, generator=torch.Generator().manual_seed(r)) for r in range(world.size)
+    ]
+    serial = make_model()
+    train(serial, lambda: sum(serial(x).square().mean() for x in inputs) / world.size)
+
+    replicated = DistributedDataParallel(make_model(), process_group=group)
+    train(replicated, lambda: replicated(inputs[world.rank]).square().mean())
+    sharded = make_model()
+    mesh = dist.DeviceMesh.from_group(group, "cpu")
+    for part in (sharded[0], sharded):
+        fully_shard(part, mesh=mesh)
+    train(sharded, lambda: sharded(inputs[world.rank]).square().mean())
+
+    for plain, whole, part in zip(
+        serial.parameters(), replicated.parameters(), sharded.parameters(), strict=True
+    ):
+        torch.testing.assert_close(whole, plain)
+        torch.testing.assert_close(part.full_tensor(), plain)
+
+
+def make_model() -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+
+
+def train(model: torch.nn.Module, compute_loss: Callable[[], torch.Tensor]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        compute_loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 SECTIONS = (
     the_laws_hold,
     the_laws_hold_in_a_part,
@@ -289,6 +387,8 @@ SECTIONS = (
     a_timeout_names_exactly_the_missing,
     a_process_that_is_killed_is_named_at_once,
     failures_have_not_harmed_other_communicators,
+    torch_knows_it_as_a_back_end,
+    torch_trains_over_it,
 )
 
 

@@ -20,6 +20,7 @@ from trainwright.collectives.shm.meeting import Peer
 from trainwright.collectives.shm.news import News
 from trainwright.collectives.shm.operation import Operation
 from trainwright.collectives.shm.segment import Arena, Segment
+from trainwright.collectives.shm.sums import Adder
 from trainwright.collectives.shm.system import Fence, Futex, orders_stores
 
 # The places of 64-bit numbers at the start of every segment, on cache lines of their own.
@@ -56,6 +57,7 @@ class Domain:
         self.arena = Arena(self.own, _ARENA_START)
         self.lock = threading.Lock()
         self.fence = Fence()
+        self.adder = Adder()
         self.is_ordered = orders_stores()
         self.news = News(self.segments, peers, rank)
         self._futex = Futex()

@@ -30,6 +30,7 @@ class News:
         self.failure: Failure | None = None
         self._segments = segments
         self._own = segments[rank]
+        self._words = [segment.words for segment in segments]
         self._poll = select.poll()
         self._ranks = {peer.process: peer.rank for peer in peers}
         for process in self._ranks:
@@ -52,9 +53,13 @@ class News:
     def hear(self) -> Failure | None:
         """Return the first failure that anybody has told of, or None."""
         if self.failure is None:
+            for words in self._words:
+                if words[_WHEN]:
+                    break
+            else:
+                return None
             told = [segment for segment in self._segments if segment.words[_WHEN]]
-            if told:
-                self.failure = _read(min(told, key=lambda segment: segment.words[_WHEN]))
+            self.failure = _read(min(told, key=lambda segment: segment.words[_WHEN]))
         return self.failure
 
     def dead(self) -> set[int]:

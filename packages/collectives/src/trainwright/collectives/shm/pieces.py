@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import attrs
 import torch
 
-from trainwright.collectives.arithmetic import combine
 from trainwright.collectives.calls import Call, Kind
 from trainwright.collectives.shm.operation import Steps, copy
 from trainwright.collectives.shm.table import IS_DIRECT, OFFSET, REDUCED, STAGED, TAKEN, encode
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from trainwright.collectives.shm.group import ShmBackend
 
 _LARGE_BYTES = 1 << 16
-_PIECE_BYTES = 1 << 18
-_NUM_SLOTS = 4
+_PIECE_BYTES = 1 << 19
+_NUM_SLOTS = 3
 # How many pieces a rank writes before it looks at those of the others.
 _AHEAD = 2
 _COMBINED = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
@@ -297,4 +296,4 @@ def _combine(
     wide = transit.call.reduce_dtype
     assert op is not None
     assert wide is not None
-    combine(outputs, parts, op, wide)
+    transit.group.domain.adder.combine(outputs, parts, op, wide)

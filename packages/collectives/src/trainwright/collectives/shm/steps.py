@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainwright.collectives.arithmetic import combine
 from trainwright.collectives.calls import Call, Kind
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.shm import pieces
@@ -121,7 +120,8 @@ def _combine(group: ShmBackend, call: Call, number: int) -> None:
     output = call.output.view(-1)
     numel = output.numel()
     start = numel * group.rank if call.kind is Kind.REDUCE_SCATTER else 0
-    combine([output], _parts(group, call, number, start, numel), call.op, call.reduce_dtype)
+    parts = _parts(group, call, number, start, numel)
+    group.domain.adder.combine([output], parts, call.op, call.reduce_dtype)
 
 
 def _gather(group: ShmBackend, call: Call, number: int) -> None:

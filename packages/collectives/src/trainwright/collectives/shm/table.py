@@ -18,7 +18,10 @@ from trainwright.collectives.shm.domain import Domain
 
 NUM_SLOTS = 64
 _SLOT_WORDS = 16
-TABLE_BYTES = NUM_SLOTS * _SLOT_WORDS * 8
+# Small contributions lie behind the slots, each in the room of its own.
+ROOM_BYTES = 1 << 10
+_FLAG_BYTES = NUM_SLOTS * _SLOT_WORDS * 8
+TABLE_BYTES = _FLAG_BYTES + NUM_SLOTS * ROOM_BYTES
 
 # Fields of a slot. STAGED, REDUCED and TAKEN count pieces of large tensors.
 _POSTED = 0
@@ -65,10 +68,13 @@ class Table:
         self._is_ordered = domain.is_ordered
 
     def is_free(self, number: int) -> bool:
-        """Whether everybody has finished with the collective that had the slot before."""
+        """Whether all, this rank too, have finished the collective that had the slot before."""
         if number < NUM_SLOTS:
             return True
-        return self.have(_FINISHED, number, number - NUM_SLOTS + 1)
+        before = number - NUM_SLOTS + 1
+        if self.read(self._rank, _FINISHED, number) < before:
+            return False
+        return self.have(_FINISHED, number, before)
 
     def post(self, number: int, code: tuple[int, int], offset: int, direct_pieces: int) -> None:
         """Show what this rank contributes; ``direct_pieces`` > 0: the tensor itself, whole."""
@@ -120,6 +126,10 @@ class Table:
         """Return a field of the slot of one rank."""
         words, place = self._tables[rank]
         return int(words[place + (number % NUM_SLOTS) * _SLOT_WORDS + field])
+
+    def room(self, rank: int, slot: int) -> int:
+        """Return where a rank's segment has the room of a slot, in bytes."""
+        return self._tables[rank][1] * 8 + _FLAG_BYTES + slot * ROOM_BYTES
 
     def check_agreement(self, number: int) -> None:
         """Raise on every rank alike where they have posted different operations or shapes."""
