@@ -266,17 +266,23 @@ def test_errors_tell_the_last_operations_of_their_rank() -> None:
 # Comparing
 
 
-def caught_by_all(size: int, differ: object) -> list[str]:
+def caught_by_all(size: int, differ: Callable[[Recorded], object]) -> list[str]:
     """Return the messages of the UsageErrors that ``differ(recorded)`` raises on each rank."""
+    told: dict[int, str] = {}
 
-    def run(comm: Communicator) -> str:
+    def run(comm: Communicator) -> None:
         recorded = Recorded(comm, verify=True)
         recorded.all_reduce(torch.ones(5)).wait()
         with pytest.raises(UsageError) as caught:
             differ(recorded)
-        return str(caught.value)
+        told[comm.rank] = str(caught.value)
+        with pytest.raises(UsageError, match=re.escape(told[comm.rank])):
+            recorded.barrier()
 
-    return LocalWorld(size).run(run)
+    with pytest.raises(PeerFailedError):
+        LocalWorld(size).run(run)
+    assert len(told) == size
+    return [told[rank] for rank in range(size)]
 
 
 MISMATCHES = {
@@ -450,12 +456,6 @@ def test_wherever_one_rank_departs_from_the_program_all_are_told_the_same(
     if other == program[place] or rows_are_told:
         other = ("barrier", 0)
 
-    def run(comm: Communicator) -> str:
-        recorded = Recorded(comm, verify=True)
-        with pytest.raises(UsageError) as caught:
-            perform(recorded)
-        return str(caught.value)
-
     def perform(recorded: Recorded) -> None:
         works = []
         for number, (kind, rows) in enumerate(program):
@@ -470,12 +470,12 @@ def test_wherever_one_rank_departs_from_the_program_all_are_told_the_same(
         for work in reversed(works):
             work.wait()
 
-    messages = LocalWorld(3).run(run)
+    messages = caught_by_all(3, perform)
 
     assert len(set(messages)) == 1
-    assert f"rank {culprit} {other[0]} #{place} " in messages[0]
+    assert f"rank {culprit} {other[0]} #{place + 1} " in messages[0]
     others = name_ranks({0, 1, 2} - {culprit})
-    assert f"{others} {program[place][0]} #{place} " in messages[0]
+    assert f"{others} {program[place][0]} #{place + 1} " in messages[0]
 
 
 def test_a_message_that_never_comes_is_told_with_its_sender() -> None:

@@ -120,13 +120,16 @@ def calls_that_differ_raise_on_every_rank_within_seconds(world: TorchCommunicato
     comm = Recorded(TorchCommunicator(), verify=True)
     large = torch.ones(400_000)
     comm.all_reduce(large).wait()
+
+    def differ() -> None:
+        if comm.rank == 3:
+            comm.all_gather(torch.empty(4 * 400_000), large).wait()
+        else:
+            comm.all_reduce(large).wait()
+
     start = time.monotonic()
-    if comm.rank == 3:
-        work = comm.all_gather(torch.empty(4 * 400_000), large)
-    else:
-        work = comm.all_reduce(large)
     with pytest.raises(UsageError) as caught:
-        work.wait()
+        differ()
     assert time.monotonic() - start < 5.0
     told = all_gather_object(world, str(caught.value))
     assert len(set(told)) == 1

@@ -18,7 +18,7 @@ from trainwright.collectives.histories import History, compare_histories
 from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
 from trainwright.collectives.recorded_work import Block, Proof, RecordedWork
 from trainwright.collectives.traffic import Traffic, TrafficCounter, elements_sent
-from trainwright.collectives.verification import CallProof, DisagreementOfTwoError, Verifier
+from trainwright.collectives.verification import CallProof, DisagreementError, Verifier
 
 # How many of the last operations an error tells of.
 _NUM_TOLD = 8
@@ -74,15 +74,15 @@ class Ledger:
         except UsageError:
             raise  # nothing has happened
         except CollectiveError as error:
-            self._explain(error, f"{kind} at {find_place()}")
-            raise
+            raise self._explain(error, f"{kind} at {find_place()}") from error.__cause__
 
     def follow(self, work: Work, told: Told, timeout_s: float | None) -> Work:
         """Write down a collective that has been started; return what waits for it."""
         record = self._enter(told)
         proofs: list[Proof] = []
         if self.verifier is not None:
-            proofs.append(self._post(self.verifier, record, told, timeout_s))
+            with self._explaining([record]):
+                proofs.append(self._post(self.verifier, record, told, timeout_s))
         return self._wrap(work, [record], proofs)
 
     def follow_messages(
@@ -94,11 +94,12 @@ class Ledger:
         proofs: list[Proof] = []
         sent: list[Work] = []
         if self.verifier is not None:
-            for record in records:
-                if record.kind == "send":
-                    sent.append(self.verifier.send(record))
-                else:
-                    proofs.append(self.verifier.recv(record, timeout_s))
+            with self._explaining(records):
+                for record in records:
+                    if record.kind == "send":
+                        sent.append(self.verifier.send(record))
+                    else:
+                        proofs.append(self.verifier.recv(record, timeout_s))
         return self._wrap(work, records, proofs, sent)
 
     @contextmanager
@@ -107,14 +108,10 @@ class Ledger:
         with self.starting(told.kind):
             pass
         record = self._enter(told)
-        try:
+        with self._explaining([record]):
             if self.verifier is not None:
                 self._post(self.verifier, record, told, timeout_s).settle(timeout_s)
             yield
-        except CollectiveError as error:
-            record.error = f"{type(error).__name__}: {error}"
-            self._explain(error, str(record))
-            raise
         record.finished_s = time.time()
 
     def check(self, timeout_s: float | None) -> None:
@@ -209,17 +206,29 @@ class Ledger:
             self.block.works.append(wrapped)
         return wrapped
 
-    def _fail(self, error: CollectiveError, record: Record) -> None:
-        if isinstance(error, DisagreementOfTwoError):
-            # Two ranks know of it, and the others wait for them.
-            self._comm.abort(str(error))
-        self._explain(error, str(record))
+    @contextmanager
+    def _explaining(self, records: Sequence[Record]) -> Iterator[None]:
+        try:
+            yield
+        except CollectiveError as error:
+            raise self._fail(error, records) from error.__cause__
 
-    def _explain(self, error: CollectiveError, what: str) -> None:
+    def _fail(self, error: CollectiveError, records: Sequence[Record]) -> CollectiveError:
+        if isinstance(error, DisagreementError):
+            # What is under way will never end, and ranks that wait elsewhere do not know why.
+            self._comm.abort(str(error))
+        told = error
+        for record in records:
+            told = self._explain(error, str(record))
+            record.error = f"{type(told).__name__}: {told}"
+        return told
+
+    def _explain(self, error: CollectiveError, what: str) -> CollectiveError:
+        told = error if self.verifier is None else self.verifier.translate(error)
         note = f"rank {self._comm.rank} was in {what} of {self._comm.name!r}"
-        if any(note in other for other in getattr(error, "__notes__", ())):
-            return
-        error.add_note(f"{note}; its last operations:\n{self.recorder.dump(_NUM_TOLD)}")
+        if not any(note in other for other in getattr(told, "__notes__", ())):
+            told.add_note(f"{note}; its last operations:\n{self.recorder.dump(_NUM_TOLD)}")
+        return told
 
 
 def _unusual_reduce_dtype(told: Told) -> str | None:

@@ -23,7 +23,8 @@ class Recorded:
     place in the caller's code; errors get notes that tell this rank's last operations. ``check()``
     compares what all ranks have called so far. With ``verify``, each operation is compared when it
     is waited for, before its result is: ranks that called different things raise one error that
-    says who called what and where, and ranks that do not come are named together with what they
+    says who called what and where (they stop the world by ``abort``, as what is under way will
+    never end), and ranks that do not come are named together with what they
     called last. Starting an operation never waits for a peer, with ``verify`` neither.
 
     Args:

@@ -40,7 +40,7 @@ class RecordedWork:
         work: The operation.
         records: What it consists of.
         proofs: What to settle before it is waited for.
-        explain: Adds notes to an error.
+        explain: Returns what to raise for an error.
         block: The ``coalesce`` block that it belongs to, if any.
         to_keep: Works that end together with it.
     """
@@ -52,7 +52,7 @@ class RecordedWork:
         work: Work,
         records: Sequence[Record],
         proofs: Sequence[Proof],
-        explain: Callable[[CollectiveError, Record], None],
+        explain: Callable[[CollectiveError, Sequence[Record]], CollectiveError],
         block: Block | None,
         to_keep: Sequence[Work] = (),
     ) -> None:
@@ -77,10 +77,7 @@ class RecordedWork:
             for work in self._to_keep:
                 work.wait(timeout_s)
         except CollectiveError as error:
-            for record in self._records:
-                record.error = f"{type(error).__name__}: {error}"
-                self._explain(error, record)
-            raise
+            raise self._explain(error, self._records) from error.__cause__
         now_s = time.time()
         for record in self._records:
             record.finished_s = now_s

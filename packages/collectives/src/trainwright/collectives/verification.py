@@ -8,7 +8,12 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from trainwright.collectives.errors import CollectiveError, CollectiveTimeoutError, UsageError
+from trainwright.collectives.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    PeerFailedError,
+    UsageError,
+)
 from trainwright.collectives.flight import Record
 from trainwright.collectives.headers import (
     Header,
@@ -21,6 +26,7 @@ from trainwright.collectives.protocol import Communicator, Recv, Send, Work
 # Calls nobody waited for are compared once there are this many of them.
 _MAX_PENDING = 512
 
+_MARK = "ranks called different operations"
 _RULE = (
     "All ranks must call the same operations in the same order with the same shapes, dtypes and "
     "arguments"
@@ -113,6 +119,13 @@ class Verifier:
         self._pending.append(posted)
         return CallProof(self, posted)
 
+    def translate(self, error: CollectiveError) -> CollectiveError:
+        """Return the error that the other ranks raise, where a peer was faster to tell of it."""
+        if isinstance(error, PeerFailedError) and _MARK in error.cause:
+            self._broken = error.cause
+            return UsageError(error.cause)
+        return error
+
     def check(self) -> None:
         """Raise again what an earlier comparison found."""
         if self._broken is not None:
@@ -159,8 +172,8 @@ class Verifier:
         came = {rank: header for rank, header in enumerate(headers) if header is not None}
         if len({header.digest for header in came.values()}) > 1:
             said = tell_groups({rank: header.text for rank, header in came.items()})
-            self._broken = f"{self._name!r}: ranks called different operations: {said}. {_RULE}"
-            raise UsageError(self._broken)
+            self._broken = f"{self._name!r}: {_MARK}: {said}. {_RULE}"
+            raise DisagreementError(self._broken)
         for rank, rows in enumerate(posted.rows_in or ()):
             if rank in came and came[rank].number != rows:
                 self._broken = (
@@ -168,7 +181,7 @@ class Verifier:
                     f"to rank {self.calls.rank}, which expects {rows}; input_splits and "
                     "output_splits must agree"
                 )
-                raise DisagreementOfTwoError(self._broken)
+                raise DisagreementError(self._broken)
 
     def _explain_timeout(self, posted: _Posted, error: CollectiveTimeoutError) -> None:
         headers = [Header.from_tensor(row) for row in posted.table.cpu()]
@@ -212,8 +225,8 @@ def make_verifier(comm: Communicator, verify: bool | Communicator) -> Verifier:
     return Verifier(calls, messages, comm.name)
 
 
-class DisagreementOfTwoError(UsageError):
-    """Two ranks disagree about what goes from one to the other; nobody else knows of it."""
+class DisagreementError(UsageError):
+    """Ranks called different things, so that what is under way will never end."""
 
 
 @attrs.define(eq=False)
@@ -245,7 +258,7 @@ class ExpectedMessage:
         if header is None:
             raise CollectiveError(f"{record}: its signature was lost")
         if header.digest != _digest_of_message(record):
-            raise DisagreementOfTwoError(
+            raise DisagreementError(
                 f"{record.group!r}: a message differs between its ends: rank {record.peer} "
                 f"{header.text}; rank {self.rank} {record}. Shape and dtype must be alike, and "
                 "messages of one tag are received in the order in which they are sent"
