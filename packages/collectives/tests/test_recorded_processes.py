@@ -32,6 +32,7 @@ from trainwright.collectives.testing import (
     run_processes,
     some_cases,
 )
+from trainwright.collectives.testing.laws_of_movement import rows_of_any_number_are_gathered
 from trainwright.collectives.testing.laws_of_reductions import LAWS_OF_REDUCTIONS
 from trainwright.collectives.uneven import all_gather_uneven
 
@@ -75,6 +76,8 @@ def sums_of_any_backend_can_have_the_bits_of_threads(comm: TorchCommunicator) ->
         for number, law in enumerate(LAWS_OF_REDUCTIONS):
             for case in [*some_cases()[number::20], Case((35_001,), torch.bfloat16)]:
                 law(native, case)
+        for case in some_cases()[::12]:
+            rows_of_any_number_are_gathered(native, case)
         given = [contribution(Case((70_001,)), rank) * 1.1 for rank in range(4)]
 
         def add(part, given=given):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from trainwright.collectives.objects import all_gather_object
 from trainwright.collectives.protocol import Communicator
 from trainwright.collectives.testing.cases import OTHERS, Case, Layout, contribution, lay_out
 from trainwright.collectives.testing.laws_of_reductions import assert_same
+from trainwright.collectives.uneven import all_gather_uneven
 
 
 def all_gather_is_gather_then_broadcast(comm: Communicator, case: Case) -> None:
@@ -140,6 +142,22 @@ def conjugates_travel_as_they_look(comm: Communicator, case: Case) -> None:
     assert start.tolist() == [(1 + 2j) * comm.size, (3 - 4j) * comm.size]
 
 
+def rows_of_any_number_are_gathered(comm: Communicator, case: Case) -> None:
+    """Ranks may differ in their rows, and have none; objects may differ in size as well."""
+    counts = [(2 * rank + case.root) % 3 for rank in range(comm.size)]
+    parts = [
+        contribution(case, rank, (count, *case.shape[1:])) for rank, count in enumerate(counts)
+    ]
+    mine, _ = lay_out(parts[comm.rank], case.layout, comm.device)
+
+    whole, found = all_gather_uneven(comm, mine)
+    values = all_gather_object(comm, "x" * 100 * comm.rank)
+
+    assert found == counts
+    assert_same(whole, torch.cat(parts).to(comm.device))
+    assert values == ["x" * 100 * rank for rank in range(comm.size)]
+
+
 LAWS_OF_MOVEMENT = (
     all_gather_is_gather_then_broadcast,
     broadcast_copies_the_root,
@@ -150,6 +168,7 @@ LAWS_OF_MOVEMENT = (
     bytes_are_bytes_whatever_the_dtype,
     expanded_inputs_are_read_as_they_look,
     conjugates_travel_as_they_look,
+    rows_of_any_number_are_gathered,
 )
 
 
