@@ -79,9 +79,13 @@ class Domain:
         """Start an operation and go on with it as far as possible."""
         with self.lock:
             self.check()
-            self._advance_locked(operation)
-            if not operation.is_over:
-                self._active.append(operation)
+            self.start_locked(operation)
+
+    def start_locked(self, operation: Operation) -> None:
+        """Do the same for a caller that holds the lock and has found no failure."""
+        self._advance_locked(operation)
+        if not operation.is_over:
+            self._active.append(operation)
 
     def wait(self, operation: Operation, timeout_s: float | None) -> None:
         """Return once the operation is over.

@@ -65,11 +65,14 @@ class ShmBackend:
             return DONE
         number = call.number = self._num_started
         self._num_started = number + 1
+        work = self._quick.start(call, number)
+        if work is not None:
+            return work
         output = call.output
         operation = Operation(
             call,
             self.name,
-            self._quick.steps(call, number) or take_part(self, call, number),
+            take_part(self, call, number),
             partial(self.table.missing, number),
             output is not None and output.is_inference(),
         )

@@ -67,7 +67,7 @@ def meet(store: Store, rank: int, size: int, timeout_s: float) -> tuple[list[Seg
         NotAvailableError: the ranks do not share a host, or this is no Linux.
         CollectiveTimeoutError: not all came; the message names the others.
     """
-    num_bytes = capacity()
+    num_bytes = capacity(size)
     file = create_file(num_bytes)
     try:
         own = Segment(file, num_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from trainwright.collectives.failures import Failure
 from trainwright.collectives.shm.meeting import Peer
 from trainwright.collectives.shm.segment import Segment
+from trainwright.collectives.shm.system import Fence
 
 # Places of 64-bit numbers in a segment: when its owner told of a failure (0: never), which rank it
 # was, whether a timeout, the length of the cause; the cause itself follows.
@@ -31,6 +33,8 @@ class News:
         self._segments = segments
         self._own = segments[rank]
         self._words = [segment.words for segment in segments]
+        self._fence = Fence()
+        self._mutex = threading.Lock()
         self._poll = select.poll()
         self._ranks = {peer.process: peer.rank for peer in peers}
         for process in self._ranks:
@@ -47,6 +51,7 @@ class News:
         own.words[_LENGTH] = len(text)
         own.words[_RANK] = failure.rank
         own.words[_IS_TIMEOUT] = failure.is_timeout
+        self._order()
         own.words[_WHEN] = time.monotonic_ns()
         self.hear()
 
@@ -58,6 +63,7 @@ class News:
                     break
             else:
                 return None
+            self._order()
             told = [segment for segment in self._segments if segment.words[_WHEN]]
             self.failure = _read(min(told, key=lambda segment: segment.words[_WHEN]))
         return self.failure
@@ -65,6 +71,10 @@ class News:
     def dead(self) -> set[int]:
         """Return the ranks whose processes have ended."""
         return {self._ranks[process] for process, _ in self._poll.poll(0)}
+
+    def _order(self) -> None:
+        with self._mutex:
+            self._fence()
 
 
 def _read(segment: Segment) -> Failure:

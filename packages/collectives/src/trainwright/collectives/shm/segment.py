@@ -13,6 +13,8 @@ import torch
 
 from trainwright.collectives.errors import CollectiveError
 
+# A process of most systems has eight times as many.
+_MAX_ADDRESSES = 1 << 44
 _MAX_CACHED = 4096
 _MIN_BLOCK = 256
 _LARGE_BLOCK = 1 << 20
@@ -20,9 +22,14 @@ _LARGE_BLOCK = 1 << 20
 _MAX_KEPT_BYTES = 256 << 20
 
 
-def capacity() -> int:
-    """Return how many bytes a segment may grow to; memory is only taken where it is touched."""
-    return 2 * int(os.sysconf("SC_PHYS_PAGES")) * mmap.PAGESIZE
+def capacity(size: int) -> int:
+    """Return how many bytes each of ``size`` segments may grow to.
+
+    Memory is only taken where it is touched, but addresses for all segments in every process.
+    """
+    physical = int(os.sysconf("SC_PHYS_PAGES")) * mmap.PAGESIZE
+    pages = min(2 * physical, _MAX_ADDRESSES // size) // mmap.PAGESIZE
+    return pages * mmap.PAGESIZE
 
 
 def create_file(num_bytes: int) -> int:
@@ -40,6 +47,7 @@ class Segment:
 
     def __init__(self, file: int, num_bytes: int) -> None:
         self.map = mmap.mmap(file, num_bytes)
+        self.map.madvise(mmap.MADV_DONTDUMP)
         self.words = memoryview(self.map).cast("Q")
         self.num_bytes = num_bytes
         # Views of a plain tensor may be written inside and outside of inference mode.

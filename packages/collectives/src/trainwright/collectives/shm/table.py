@@ -88,6 +88,13 @@ class Table:
         own[place + TAKEN] = 0
         self._write(place + _POSTED, number + 1)
 
+    def post_small(self, number: int, code: tuple[int, int]) -> None:
+        """Show that what this rank contributes lies in the room of the slot."""
+        own = self._own
+        place = self._place + (number % NUM_SLOTS) * _SLOT_WORDS
+        own[place + _CODE], own[place + _SHAPE] = code
+        self._write(place + _POSTED, number + 1)
+
     def say(self, field: int, number: int, value: int) -> None:
         """Change one field of this rank's slot."""
         self._write(self._place + (number % NUM_SLOTS) * _SLOT_WORDS + field, value)
@@ -131,15 +138,19 @@ class Table:
         """Return where a rank's segment has the room of a slot, in bytes."""
         return self._tables[rank][1] * 8 + _FLAG_BYTES + slot * ROOM_BYTES
 
-    def check_agreement(self, number: int) -> None:
-        """Raise on every rank alike where they have posted different operations or shapes."""
+    def agree(self, number: int) -> bool:
+        """Whether all ranks have posted the same operation, of the same shape."""
         shift = (number % NUM_SLOTS) * _SLOT_WORDS
         code = self._own[self._place + shift + _CODE]
         shape = self._own[self._place + shift + _SHAPE]
         for words, place in self._others:
             if words[place + shift + _CODE] != code or words[place + shift + _SHAPE] != shape:
-                break
-        else:
+                return False
+        return True
+
+    def check_agreement(self, number: int) -> None:
+        """Raise on every rank alike where they have posted different operations or shapes."""
+        if self.agree(number):
             return
         text = self._describe(number)
         self.finish(number)
