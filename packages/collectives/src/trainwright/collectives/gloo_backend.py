@@ -65,7 +65,7 @@ class GlooBackend:
         self._num_started = 0
         self._num_splits = 0
         self._works: weakref.WeakSet[GlooWork] = weakref.WeakSet()
-        self.watcher = Background(f"{name}, rank {rank}, watching")
+        self._watchers: dict[tuple[int, ...], Background] = {}
         self._background = Background(f"{name}, rank {rank}")
         # Gloo's threads must end before the interpreter does.
         self._group: list[Link] = [] if self.size == 1 else [self._connect()]
@@ -156,8 +156,20 @@ class GlooBackend:
             work.close()
         self.dropped.clear()
         self._background.stop()
-        self.watcher.stop()
+        for watcher in self._watchers.values():
+            watcher.stop()
+        self._watchers.clear()
         self._group.clear()
+
+    def watcher(self, senders: Sequence[int]) -> Background:
+        """Return the thread that waits for messages of these ranks, one work after the other.
+
+        Works of other senders do not stand behind those of a late one.
+        """
+        key = tuple(senders)
+        if key not in self._watchers:
+            self._watchers[key] = Background(f"{self.name}, watching ranks {list(key)}")
+        return self._watchers[key]
 
     def explain(
         self, error: Exception, what: object, peer: int, missing: Sequence[int] = ()

@@ -132,7 +132,8 @@ class GlooWork:
             return True
         if self._watch is None:
             self._watch = _Watch()
-            self._backend.watcher.run(partial(self._keep_watch, self._watch))
+            watcher = self._backend.watcher(self._senders)
+            watcher.run(partial(self._keep_watch, self._watch))
         return self._watch.is_over.wait(within_s)
 
     def close(self) -> None:

@@ -128,10 +128,6 @@ class ParameterServer:
         Each gradient makes a whole update, so that ``w`` workers make ``w`` times as many as in
         `serve`.
 
-        Whether a gradient has come is what ``Work.is_done`` says: where a backend tells that of
-        several messages only in the order in which it was asked, a worker that is late can keep
-        others waiting before they have reached the bound.
-
         Raises:
             UsageError: ``bound`` is negative.
             CollectiveTimeoutError: No gradient came in time; it names the workers that were
