@@ -277,6 +277,21 @@ def die_in_the_second_round(folder: str) -> None:
         os._exit(1)
 
 
+def failures_name_ranks_of_the_world(world: SharedMemoryCommunicator) -> None:
+    group = dist.new_group([1, 2])
+    if world.rank > 0:
+        comm = SharedMemoryCommunicator(group, timeout_s=30.0)
+        assert comm.rank == world.rank - 1
+        with pytest.raises(UsageError, match=r"rank 1 \(world rank 2\) called broadcast"):
+            (comm.broadcast if comm.rank else comm.reduce)(torch.ones(2), 0).wait()
+        if comm.rank == 1:
+            comm.abort("tired")
+        else:
+            error, _ = failing(comm.barrier, PeerFailedError)
+            assert (error.rank, error.cause) == (2, "tired")
+    world.barrier()
+
+
 def failures_have_not_harmed_other_communicators(world: SharedMemoryCommunicator) -> None:
     tensor = torch.ones(1)
     world.all_reduce(tensor).wait()
@@ -386,6 +401,7 @@ SECTIONS = (
     a_rank_that_gives_up_wakes_the_others,
     a_timeout_names_exactly_the_missing,
     a_process_that_is_killed_is_named_at_once,
+    failures_name_ranks_of_the_world,
     failures_have_not_harmed_other_communicators,
     torch_knows_it_as_a_back_end,
     torch_trains_over_it,

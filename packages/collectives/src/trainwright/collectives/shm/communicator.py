@@ -63,7 +63,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         name = members.group.group_desc
         if name in ("", "undefined"):
             name = members.group.group_name
-        self._shared = connect(store, rank, len(members.ranks), limit_s, name)
+        self._shared = connect(store, rank, members.ranks, limit_s, name)
         super().__init__(self._shared)
 
     @classmethod
@@ -89,7 +89,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
             raise UsageError(
                 f"SharedMemoryCommunicator: rank={rank} must be one of 0..{size - 1} (size={size})"
             )
-        return cls._of(connect(store, rank, size, timeout_s, name))
+        return cls._of(connect(store, rank, range(size), timeout_s, name))
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a contiguous tensor without values that lives in shared memory.

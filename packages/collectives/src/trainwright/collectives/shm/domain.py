@@ -44,13 +44,20 @@ class Domain:
         segments: the memory of every rank, this one's own among them.
         peers: the other processes.
         rank: this process.
+        names: what the ranks are called in messages and errors: their numbers in the world.
         timeout_s: how long operations wait for peers.
     """
 
     def __init__(
-        self, segments: Sequence[Segment], peers: Sequence[Peer], rank: int, timeout_s: float
+        self,
+        segments: Sequence[Segment],
+        peers: Sequence[Peer],
+        rank: int,
+        names: Sequence[int],
+        timeout_s: float,
     ) -> None:
         self.rank = rank
+        self.names = tuple(names)
         self.segments = tuple(segments)
         self.own = segments[rank]
         self.timeout_s = timeout_s
@@ -113,7 +120,7 @@ class Domain:
 
     def abort(self, cause: str) -> None:
         """Tell the peers that this rank gives up."""
-        self._publish(Failure(self.rank, cause))
+        self._publish(Failure(self.names[self.rank], cause))
 
     def ring(self) -> None:
         """Wake the peers that sleep; the caller holds the lock and has written a flag."""
@@ -177,22 +184,24 @@ class Domain:
         for rank in sorted(dead.intersection(operation.missing())):
             self._hear(operation)
             cause = f"its process has ended during {operation.what} in {operation.group_name!r}"
-            self._publish(Failure(rank, cause))
+            self._publish(Failure(self.names[rank], cause))
 
     def _hear(self, operation: Operation) -> None:
         failure = self.news.hear()
         if failure is not None:
             error = failure.error()
-            error.add_note(f"rank {self.rank} was in {operation.what} of {operation.group_name!r}")
+            me = self.names[self.rank]
+            error.add_note(f"rank {me} was in {operation.what} of {operation.group_name!r}")
             raise error
 
     def _give_up(self, operation: Operation) -> None:
-        missing = ", ".join(f"rank {rank}" for rank in operation.missing())
+        missing = ", ".join(f"rank {self.names[rank]}" for rank in operation.missing())
+        me = self.names[self.rank]
         cause = (
-            f"rank {self.rank} gave up on {operation.what} in {operation.group_name!r}; missing: "
+            f"rank {me} gave up on {operation.what} in {operation.group_name!r}; missing: "
             f"{missing}. They have not started it, or called something else before"
         )
-        self._publish(Failure(self.rank, cause, is_timeout=True))
+        self._publish(Failure(me, cause, is_timeout=True))
         self._hear(operation)
         raise CollectiveTimeoutError(cause)
 
@@ -224,7 +233,7 @@ class Domain:
     def _advance_locked(self, operation: Operation) -> None:
         error = operation.advance()
         if error is not None:
-            self._publish(Failure(self.rank, f"{type(error).__name__}: {error}"))
+            self._publish(Failure(self.names[self.rank], f"{type(error).__name__}: {error}"))
 
 
 def _ring(futex: Futex, words: memoryview, base: int, place: int) -> None:

@@ -140,15 +140,25 @@ class ShmBackend:
             self.domain.arena.give_back(offset, num_bytes)
 
 
-def connect(store: Store, rank: int, size: int, timeout_s: float, name: str) -> ShmBackend:
+def connect(
+    store: Store, rank: int, names: Sequence[int], timeout_s: float, name: str
+) -> ShmBackend:
     """Make the group of all processes that meet in the store; all of them call together.
+
+    Args:
+        store: a part of a store for these ranks only.
+        rank: this process.
+        names: the processes' numbers in the world, for messages and errors.
+        timeout_s: how long to wait for peers, now and in every operation.
+        name: the group, for messages.
 
     Raises:
         NotAvailableError: the ranks do not share a host, or this is no Linux.
         CollectiveTimeoutError: not all came; the message names the others.
     """
+    size = len(names)
     segments, peers = meet(store, rank, size, timeout_s)
-    domain = Domain(segments, peers, rank, timeout_s)
+    domain = Domain(segments, peers, rank, names, timeout_s)
     # Everybody's first block lies at the same place.
     place = reserve(domain, size)
     return ShmBackend(domain, rank, range(size), [place] * size, name)

@@ -177,7 +177,8 @@ class Table:
     def _describe(self, number: int) -> str:
         texts = []
         for rank, member in enumerate(self._ranks):
-            who = f"rank {rank}" if rank == member else f"rank {rank} (world rank {member})"
+            name = self._domain.names[member]
+            who = f"rank {rank}" if rank == name else f"rank {rank} (world rank {name})"
             code = self.read(rank, _CODE, number)
             numel = self.read(rank, _SHAPE, number) >> 32
             texts.append(f"{who} called {_decode(code, numel)}")
