@@ -1,6 +1,14 @@
 """Communicators, collective algorithms and what ranks must agree on, for PyTorch."""
 
-from trainwright.collectives import algorithms, differentiable, random
+from trainwright.collectives import (
+    algorithms,
+    codec,
+    cost,
+    differentiable,
+    random,
+    sweeps,
+    topology,
+)
 from trainwright.collectives.box import Box
 from trainwright.collectives.errors import (
     CollectiveError,
@@ -30,6 +38,10 @@ __all__ = [
     "UsageError",
     "Work",
     "algorithms",
+    "codec",
+    "cost",
     "differentiable",
     "random",
+    "sweeps",
+    "topology",
 ]

@@ -9,6 +9,7 @@ from trainwright.collectives.testing.cases import (
     some_cases,
 )
 from trainwright.collectives.testing.laws import COMMUNICATOR_LAWS, LAWS_ABOUT_SHAPES, Law
+from trainwright.collectives.testing.laws_of_codecs import CODEC_LAWS, CodecLaw
 from trainwright.collectives.testing.processes import RemoteError, run_processes
 from trainwright.collectives.testing.values import (
     box_partitions,
@@ -19,9 +20,11 @@ from trainwright.collectives.testing.values import (
 )
 
 __all__ = [
+    "CODEC_LAWS",
     "COMMUNICATOR_LAWS",
     "LAWS_ABOUT_SHAPES",
     "Case",
+    "CodecLaw",
     "Law",
     "Layout",
     "RemoteError",
