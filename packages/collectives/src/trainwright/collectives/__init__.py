@@ -16,32 +16,46 @@ from trainwright.collectives.errors import (
     PeerFailedError,
     UsageError,
 )
+from trainwright.collectives.flight import FlightRecorder
 from trainwright.collectives.local_world import LocalWorld
+from trainwright.collectives.objects import all_gather_object, broadcast_object, run_on_root
 from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
+from trainwright.collectives.recorded import Recorded
 from trainwright.collectives.shard_spec import ShardSpec
 from trainwright.collectives.single import SingleCommunicator
+from trainwright.collectives.stopping import stopping_peers
 from trainwright.collectives.torch_communicator import TorchCommunicator
+from trainwright.collectives.traffic import Traffic
+from trainwright.collectives.uneven import all_gather_uneven
 
 __all__ = [
     "Box",
     "CollectiveError",
     "CollectiveTimeoutError",
     "Communicator",
+    "FlightRecorder",
     "LocalWorld",
     "PeerFailedError",
+    "Recorded",
     "Recv",
     "ReduceOp",
     "Send",
     "ShardSpec",
     "SingleCommunicator",
     "TorchCommunicator",
+    "Traffic",
     "UsageError",
     "Work",
     "algorithms",
+    "all_gather_object",
+    "all_gather_uneven",
+    "broadcast_object",
     "codec",
     "cost",
     "differentiable",
     "random",
+    "run_on_root",
+    "stopping_peers",
     "sweeps",
     "topology",
 ]
