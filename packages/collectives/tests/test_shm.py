@@ -35,6 +35,7 @@ from trainwright.collectives.shm import (
     NotAvailableError,
     SharedMemoryCommunicator,
     pieces,
+    quick,
     register_backend,
 )
 from trainwright.collectives.testing import (
@@ -52,7 +53,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 # Large enough to pass in pieces, not divisible by the number of ranks.
-LARGE = [Case((20_001,), torch.float32, root=1), Case((40_003, 1), torch.bfloat16, root=2)]
+LARGE = [Case((70_001,), torch.float32, root=1), Case((140_003, 1), torch.bfloat16, root=2)]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,12 @@ def the_laws_hold_in_a_part(comm: SharedMemoryCommunicator) -> None:
 def tensors_may_live_in_shared_memory_on_some_ranks(comm: SharedMemoryCommunicator) -> None:
     # Nobody, one, two or all of the ranks have theirs there; the bits are those of threads.
     # Pieces are made small, so that their slots are used several times.
-    cases = (Case((4_001,)), *LARGE, Case((50_000,), torch.float16, op=ReduceOp.AVG))
+    cases = (
+        Case((4_001,)),
+        Case((20_001,), torch.float32, root=1),
+        Case((40_003, 1), torch.bfloat16, root=2),
+        Case((50_000,), torch.float16, op=ReduceOp.AVG),
+    )
     expected = [LocalWorld(comm.size).run(combine_and_gather, case)[comm.rank] for case in cases]
     everywhere = list(itertools.product((False, True), repeat=comm.size))
     for number, residents in enumerate([*everywhere, everywhere[-1]]):
@@ -99,7 +105,8 @@ def tensors_may_live_in_shared_memory_on_some_ranks(comm: SharedMemoryCommunicat
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pieces, "_PIECE_BYTES", 1 << 13)
-            made = combine_and_gather(comm, case, residents[comm.rank])
+            patch.setattr(quick, "_MAX_READ_BYTES", 0)
+            made = combine_and_gather(comm.split(0), case, residents[comm.rank])
 
         for mine, theirs in zip(made, expected[number % len(cases)], strict=True):
             assert torch.equal(mine, theirs), (case, residents)
@@ -149,7 +156,7 @@ def any_number_of_operations_may_be_under_way(comm: SharedMemoryCommunicator) ->
     works = [comm.all_reduce(tensor) for tensor in tensors]
     works += [comm.send(torch.tensor([1.0 * tag]), after, tag) for tag in range(150)]
     works += [comm.recv(came[tag : tag + 1], before, tag) for tag in reversed(range(150))]
-    for work in works:
+    for work in works if comm.rank else reversed(works):
         work.wait()
     assert [tensor[2].item() for tensor in tensors] == [3.0 * n for n in range(150)]
     assert came.tolist() == [float(number) for number in range(150)]
@@ -158,6 +165,8 @@ def any_number_of_operations_may_be_under_way(comm: SharedMemoryCommunicator) ->
 def a_rank_that_computes_holds_nobody_up(comm: SharedMemoryCommunicator) -> None:
     tensor = torch.full((500_000,), 1.0 + comm.rank)
     comm.barrier()
+    if comm.rank > 0:
+        time.sleep(0.2)
     work = comm.all_reduce(tensor)
     start = time.monotonic()
     if comm.rank == 0:
@@ -165,7 +174,7 @@ def a_rank_that_computes_holds_nobody_up(comm: SharedMemoryCommunicator) -> None
     work.wait()
     seconds = time.monotonic() - start
     assert set(tensor.tolist()) == {6.0}
-    assert comm.rank == 0 or seconds < 1.8
+    assert comm.rank == 0 or seconds < 1.2
     comm.barrier()
 
 

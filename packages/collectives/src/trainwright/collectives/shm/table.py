@@ -18,10 +18,11 @@ from trainwright.collectives.shm.domain import Domain
 
 NUM_SLOTS = 64
 _SLOT_WORDS = 16
-# Small contributions lie behind the slots, each in the room of its own.
-ROOM_BYTES = 1 << 10
+# Small contributions lie in rooms behind the slots.
+NUM_ROOMS = 8
+ROOM_BYTES = 1 << 18
 _FLAG_BYTES = NUM_SLOTS * _SLOT_WORDS * 8
-TABLE_BYTES = _FLAG_BYTES + NUM_SLOTS * ROOM_BYTES
+TABLE_BYTES = _FLAG_BYTES + NUM_ROOMS * ROOM_BYTES
 
 # Fields of a slot. STAGED, REDUCED and TAKEN count pieces of large tensors.
 _POSTED = 0
@@ -71,10 +72,12 @@ class Table:
         """Whether all, this rank too, have finished the collective that had the slot before."""
         if number < NUM_SLOTS:
             return True
-        before = number - NUM_SLOTS + 1
-        if self.read(self._rank, _FINISHED, number) < before:
-            return False
-        return self.have(_FINISHED, number, before)
+        return self.is_over(number - NUM_SLOTS)
+
+    def is_over(self, number: int) -> bool:
+        """Whether all, this rank too, have finished a collective."""
+        is_finished = self.read(self._rank, _FINISHED, number) > number
+        return is_finished and self.are_finished(number)
 
     def post(self, number: int, code: tuple[int, int], offset: int, direct_pieces: int) -> None:
         """Show what this rank contributes; ``direct_pieces`` > 0: the tensor itself, whole."""
@@ -89,7 +92,7 @@ class Table:
         self._write(place + _POSTED, number + 1)
 
     def post_small(self, number: int, code: tuple[int, int]) -> None:
-        """Show that what this rank contributes lies in the room of the slot."""
+        """Show that what this rank contributes lies in the room whose turn it is."""
         own = self._own
         place = self._place + (number % NUM_SLOTS) * _SLOT_WORDS
         own[place + _CODE], own[place + _SHAPE] = code
@@ -134,9 +137,9 @@ class Table:
         words, place = self._tables[rank]
         return int(words[place + (number % NUM_SLOTS) * _SLOT_WORDS + field])
 
-    def room(self, rank: int, slot: int) -> int:
-        """Return where a rank's segment has the room of a slot, in bytes."""
-        return self._tables[rank][1] * 8 + _FLAG_BYTES + slot * ROOM_BYTES
+    def room(self, rank: int, number: int) -> int:
+        """Return where a rank's segment has one of its rooms, in bytes."""
+        return self._tables[rank][1] * 8 + _FLAG_BYTES + number * ROOM_BYTES
 
     def agree(self, number: int) -> bool:
         """Whether all ranks have posted the same operation, of the same shape."""
