@@ -69,6 +69,8 @@ class Domain:
         self.news = News(self.segments, peers, rank)
         self._futex = Futex()
         self._active: list[Operation] = []
+        # How often this rank has told the others something: its own progress.
+        self._num_told = 0
         self._words = self.own.words
         self._bells = [
             (segment.words, segment.base) for segment in segments if segment is not self.own
@@ -125,6 +127,7 @@ class Domain:
     def ring(self) -> None:
         """Wake the peers that sleep; the caller holds the lock and has written a flag."""
         self.fence()
+        self._num_told += 1
         for words, base in self._bells:
             if words[_NUM_ASLEEP]:
                 _ring(self._futex, words, base, _BELL)
@@ -135,13 +138,18 @@ class Domain:
             self._advance_others_locked(None)
 
     def _pursue(self, operation: Operation, deadline: float) -> bool:
-        spin_until = time.monotonic() + _SPIN_S if self._may_spin else 0.0
+        spin_until = 0.0
+        num_told = -1
         nap_s = _NAP_S
         while True:
             with self.lock:
                 if self._step_locked(operation):
                     return True
             now = time.monotonic()
+            if self._may_spin and self._num_told != num_told:
+                # The others answer soon to what they have just been told.
+                num_told = self._num_told
+                spin_until = now + _SPIN_S
             if now < spin_until and now < deadline:
                 continue
             self._hear(operation)
