@@ -22,6 +22,11 @@ from trainwright.collectives.objects import all_gather_object, broadcast_object,
 from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
 from trainwright.collectives.recorded import Recorded
 from trainwright.collectives.shard_spec import ShardSpec
+from trainwright.collectives.shm import (
+    NotAvailableError,
+    SharedMemoryCommunicator,
+    register_backend,
+)
 from trainwright.collectives.single import SingleCommunicator
 from trainwright.collectives.stopping import stopping_peers
 from trainwright.collectives.torch_communicator import TorchCommunicator
@@ -35,12 +40,14 @@ __all__ = [
     "Communicator",
     "FlightRecorder",
     "LocalWorld",
+    "NotAvailableError",
     "PeerFailedError",
     "Recorded",
     "Recv",
     "ReduceOp",
     "Send",
     "ShardSpec",
+    "SharedMemoryCommunicator",
     "SingleCommunicator",
     "TorchCommunicator",
     "Traffic",
@@ -54,6 +61,7 @@ __all__ = [
     "cost",
     "differentiable",
     "random",
+    "register_backend",
     "run_on_root",
     "stopping_peers",
     "sweeps",
