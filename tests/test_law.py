@@ -202,8 +202,8 @@ def _share(error: torch.Tensor, whole: torch.Tensor) -> float:
     return float(error.abs().max()) / max(largest, 1e-300)
 
 
-# In float32 every second layout: its bound is the weaker one, and `nox -s matrix` has them all.
-SAMPLED = [(*case, "float64") for case in SAMPLE] + [(*case, "float32") for case in SAMPLE[::2]]
+# In float32 every third layout: its bound is the weaker one, and `nox -s matrix` has them all.
+SAMPLED = [(*case, "float64") for case in SAMPLE] + [(*case, "float32") for case in SAMPLE[::3]]
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,9 @@ def kept_torch() -> Path | None:
 def pytest(session: nox.Session, kind: str, *arguments: str) -> None:
     """Run pytest with the house's options under a deadline; a hang ends with all stacks."""
     command = ["python", "-m", "tools.deadline", str(DEADLINE_S[kind]), "python", "-m", "pytest"]
-    if kind == "tests":  # the whole's own tests start processes enough
-        command += ["-n", str(min(4, os.cpu_count() or 1)), "--dist", "worksteal"]
+    if kind != "long":  # the tests of the whole start processes of their own
+        most = 4 if kind == "tests" else 2
+        command += ["-n", str(min(most, os.cpu_count() or 1)), "--dist", "worksteal"]
     session.run(*command, "-q", "-c", "pyproject.toml", *arguments, env=threads())
 
 
