@@ -14,6 +14,7 @@ from trainwright.sharding.data import (
     by_class,
     data_parallel,
 )
+from trainwright.sharding.data.reducer import Reducer
 from trainwright.sharding.data.testing import RecordedCall, RecordingCommunicator, wrap_on
 from trainwright.sharding.mesh import Mesh, MeshShape
 
@@ -169,3 +170,51 @@ def test_with_missing_gradients_as_errors_nothing_is_reduced_early() -> None:
         return [early, len(calls)]
 
     assert LocalWorld(2).run(run) == [[0, 4]] * 2
+
+
+class LateBucket:
+    """A bucket whose sums come late, and that notes how long anybody waits for them."""
+
+    def __init__(self, waits: list[float]) -> None:
+        self.members: tuple[object, ...] = ()
+        self.sums = self
+        self.is_lent = True
+        self.is_complete = False
+        self.is_late = True
+        self.waits = waits
+        self.pending = 0
+
+    def is_collectable(self, within_s: float) -> bool:
+        self.waits.append(within_s)
+        return not self.is_late
+
+    def start_reduction(self) -> None: ...
+
+    def collect(self) -> None: ...
+
+    def forget_gradients(self) -> None: ...
+
+
+def test_after_waits_in_vain_backwards_wait_more_and_more_seldom_until_one_succeeds() -> None:
+    waits: list[float] = []
+    buckets = [LateBucket(waits), LateBucket(waits)]
+    reducer = Reducer(buckets, patience_s=0.5)
+
+    def backward(*, is_late: bool) -> bool:
+        reducer.begin()
+        reducer.arm()
+        waits.clear()
+        buckets[0].is_late = is_late
+        reducer.complete(buckets)
+        return 0.5 in waits
+
+    assert [backward(is_late=True) for _ in range(12)] == [
+        *(True, False),
+        *(True, False, False),
+        *(True, False, False, False, False),
+        *(True, False),
+    ]
+    while not backward(is_late=False):
+        pass
+    assert backward(is_late=True)
+    assert [backward(is_late=True) for _ in range(3)] == [False, True, False]

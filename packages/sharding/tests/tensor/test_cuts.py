@@ -28,6 +28,15 @@ def blocks(draw, ranks, kind):
     return Cut.of_sizes(draw(st.lists(st.integers(0, 3), min_size=ranks, max_size=ranks)))
 
 
+@given(size=st.integers(0, 20), ranks=st.integers(1, 7))
+def test_the_parts_of_a_balanced_cut_differ_by_one_at_most(size, ranks):
+    cut = Cut.balanced(size, ranks)
+
+    assert [index for rank in range(ranks) for index in cut.indices(rank)] == list(range(size))
+    assert sorted(cut.sizes, reverse=True) == list(cut.sizes)
+    assert max(cut.sizes) - min(cut.sizes) <= 1
+
+
 @few
 @given(size=st.integers(0, 12), ranks=st.integers(1, 5))
 def test_an_uneven_cut_is_that_of_torch_chunk(size, ranks):

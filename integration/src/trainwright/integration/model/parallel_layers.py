@@ -42,11 +42,11 @@ class TensorParallelLayers:
 
     def column(self, in_features: int, out_features: int) -> nn.Module:
         """Return a column-parallel product that leaves the input gradient to ``enter``."""
-        return self._column(in_features, out_features, _even(out_features, self.tp))
+        return self._column(in_features, out_features, Cut.balanced(out_features, self.tp.size))
 
     def row(self, in_features: int, out_features: int) -> nn.Module:
         """Return a row-parallel product; its output is summed over the ranks."""
-        return self._row(in_features, out_features, _even(in_features, self.tp))
+        return self._row(in_features, out_features, Cut.balanced(in_features, self.tp.size))
 
     def attention(self, shape: ModelShape) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module]:
         """Return the products of attention, shared out by heads.
@@ -69,7 +69,7 @@ class TensorParallelLayers:
 
     def embedding(self, vocabulary: int, width: int) -> nn.Module:
         """Return a table whose rows are shared out over the ranks."""
-        cut = _even(vocabulary, self.tp)
+        cut = Cut.balanced(vocabulary, self.tp.size)
         return VocabParallelEmbedding(vocabulary, width, self.tp, cut=cut, sequence=self.sequence)
 
     def enter(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
@@ -82,12 +82,12 @@ class TensorParallelLayers:
         self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, vocabulary: int
     ) -> torch.Tensor:
         """Return the loss of each token [B, S] from vocabulary-sharded logits."""
-        cut = _even(vocabulary, self.tp)
+        cut = Cut.balanced(vocabulary, self.tp.size)
         return vocab_parallel_cross_entropy(logits_BSV, labels_BS, self.tp, cut=cut)
 
     def join_vocabulary(self, logits_V: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """Return all logits [V] of the whole vocabulary on every rank."""
-        return join_parts(logits_V, self.tp, _even(vocabulary, self.tp), 0)
+        return join_parts(logits_V, self.tp, Cut.balanced(vocabulary, self.tp.size), 0)
 
     def _column(self, in_features: int, out_features: int, cut: Cut) -> nn.Module:
         return ColumnParallelLinear(
@@ -119,9 +119,3 @@ class TensorParallelLayers:
             input_is_entered=True,
             sequence=self.sequence,
         )
-
-
-def _even(size: int, tp: Communicator) -> Cut:
-    """Return the cut whose parts differ by one at most."""
-    least, more = divmod(size, tp.size)
-    return Cut.of_sizes(least + (rank < more) for rank in range(tp.size))

@@ -102,6 +102,12 @@ class Cut:
         return cls(size, [[edge] for edge in itertools.pairwise(edges)])
 
     @classmethod
+    def balanced(cls, size: int, ranks: int) -> Cut:
+        """Return the cut whose parts differ by one at most; the first ranks have one more."""
+        least, more = divmod(size, ranks) if ranks > 0 else (0, 0)
+        return cls.of_sizes(least + (rank < more) for rank in range(ranks))
+
+    @classmethod
     def of_sizes(cls, sizes: Iterable[int]) -> Cut:
         """Return the cut in which each rank holds as many indices as said, rank after rank."""
         edges = list(itertools.accumulate(sizes, initial=0))

@@ -136,8 +136,7 @@ class HeadLayout:
 
     @property
     def _heads(self) -> Cut:
-        least, more = divmod(self.num_heads, self.ranks)
-        return Cut.of_sizes(least + (rank < more) for rank in range(self.ranks))
+        return Cut.balanced(self.num_heads, self.ranks)
 
     def _used(self, rank: int) -> list[int]:
         return [kv for kv, _ in itertools.groupby(self.kv_of(rank))]
