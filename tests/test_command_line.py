@@ -134,7 +134,10 @@ def test_eight_processes_train_in_3d_as_one_process_with_eight_threads_does(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("--layout dp=2,tp=3 --zero 1", "--layout dp=2,pp=2 --zero 3 --gather unit"),
+        (
+            "--layout dp=2,tp=3 --zero 1 --sequence-parallel",
+            "--layout dp=2,pp=2 --zero 3 --gather unit --no-sequence-parallel",
+        ),
         ("--layout dp=2,pp=2 --zero 3", "--layout dp=4,dp_shard=2 --zero 2"),
     ],
     ids=["uneven-tp-stage1-to-pp-stage3", "pp-stage3-to-hybrid-stage2"],

@@ -98,7 +98,8 @@ def parser() -> argparse.ArgumentParser:
         add("--" + name.replace("_", "-"), type=kind, help=text + shown)
     add("--dtype", help=f"one of {', '.join(DTYPES)} (default {defaults.dtype})")
     add("--schedule", help=f"one of {', '.join(SCHEDULES)} (default {defaults.schedule})")
-    add("--sequence-parallel", action="store_true", help="cut positions between products over tp")
+    either = argparse.BooleanOptionalAction
+    add("--sequence-parallel", action=either, help="cut positions between products over tp")
     add("--zero", type=int, help=f"sharded data parallelism, one of {ZERO_STAGES} (default 0)")
     add("--gather", help=f"when stage 3 gathers weights: {', '.join(GATHERS)} (default auto)")
     add("--reduce", help=f"when gradients are reduced: {', '.join(REDUCTIONS)} (default step)")
@@ -204,7 +205,7 @@ def worker_arguments(config: RunConfig, out: str, resume: bool, as_json: bool) -
     for name, value in attrs.asdict(config).items():
         option = "--" + name.replace("_", "-")
         if isinstance(value, bool):
-            arguments += [option] * value
+            arguments.append(option if value else option.replace("--", "--no-", 1))
         elif value is not None:
             arguments += [option, str(value)]
     return [*arguments, "--json"] if as_json else arguments

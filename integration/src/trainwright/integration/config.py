@@ -234,7 +234,7 @@ def _check_sequence(mesh: MeshShape, config: RunConfig) -> None:
     if mesh.tp == 1:
         raise ConfigError(
             f"--sequence-parallel has no effect with --layout {config.layout}: it cuts sequences "
-            "over tensor-parallel ranks; set tp"
+            "over tensor-parallel ranks; set tp, or --no-sequence-parallel"
         )
     if config.sequence_length < mesh.tp:
         raise ConfigError(
