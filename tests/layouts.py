@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -10,6 +10,8 @@ import torch
 
 from tests.serial import Outcome, Snapshot, text
 from trainwright.collectives import Communicator, LocalWorld, ShardSpec
+from trainwright.collectives.shm import SharedMemoryCommunicator
+from trainwright.collectives.testing import run_processes
 from trainwright.integration.config import RunConfig
 from trainwright.integration.model import ModelShape
 from trainwright.integration.parts import Parts, Progress, assemble
@@ -26,18 +28,49 @@ class Shard:
     weight: torch.Tensor
 
 
+RankSteps = list[tuple[StepRecord, dict[str, Shard]]]
+"""What one rank has after each of some steps."""
+
+
 def steps_in_layout(
     config: RunConfig, shape: ModelShape, states: Sequence[Snapshot]
 ) -> list[Outcome]:
     """Load serial states into a layout of rank threads, make a step after each, join the ranks."""
 
-    def work(comm: Communicator) -> list[tuple[StepRecord, dict[str, Shard]]]:
-        parts = assemble(config, comm, text(), shape)
-        gradients = observe_gradients(parts)
-        return [one_step(parts, gradients, before) for before in states]
+    ranks = LocalWorld(config.mesh.world_size, timeout_s=60.0).run(
+        steps_of_rank, config, shape, states
+    )
+    return join_steps(ranks)
 
-    ranks = LocalWorld(config.mesh.world_size, timeout_s=60.0).run(work)
-    return [join([rank[index] for rank in ranks]) for index in range(len(states))]
+
+def steps_in_processes(
+    config: RunConfig, shape: ModelShape, states: Sequence[Snapshot]
+) -> Mapping[str, list[Outcome]]:
+    """Do what `steps_in_layout` does in processes, over Gloo and then over shared memory."""
+    world_size = config.mesh.world_size
+    ranks = run_processes(_over_each, world_size, config, shape, states, timeout_s=150.0)
+    return {name: join_steps([rank[name] for rank in ranks]) for name in ranks[0]}
+
+
+def steps_of_rank(
+    comm: Communicator, config: RunConfig, shape: ModelShape, states: Sequence[Snapshot]
+) -> RankSteps:
+    """Make the steps on this rank."""
+    parts = assemble(config, comm, text(), shape)
+    gradients = observe_gradients(parts)
+    return [one_step(parts, gradients, before) for before in states]
+
+
+def join_steps(ranks: Sequence[RankSteps]) -> list[Outcome]:
+    """Join what all ranks hold after each step."""
+    return [join(list(step)) for step in zip(*ranks, strict=True)]
+
+
+def _over_each(
+    gloo: Communicator, config: RunConfig, shape: ModelShape, states: Sequence[Snapshot]
+) -> dict[str, RankSteps]:
+    worlds = {"gloo": gloo, "shm": SharedMemoryCommunicator()}
+    return {n: steps_of_rank(world, config, shape, states) for n, world in worlds.items()}
 
 
 def trajectory(config: RunConfig, shape: ModelShape) -> list[StepRecord]:

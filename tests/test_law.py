@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from tests.layouts import steps_in_layout, trajectory
+from tests.layouts import steps_in_layout, steps_in_processes, trajectory
 from tests.serial import GROUPED, Outcome, SerialRun, Snapshot, learning_rate, settings
 from trainwright.integration.config import RunConfig
 from trainwright.integration.model import ModelShape
@@ -71,6 +71,13 @@ SEQUENCE_PARALLEL = [
     )
     for zero in (0, 1, 2, 3)
     for tp, pp, recompute in ((2, 1, "none"), (2, 2, "full"), (3, 1, "every-2"), (4, 1, "none"))
+]
+IN_PROCESSES: list[tuple[str, dict[str, object]]] = [
+    ("dp=2,pp=2", {"microbatches": 3, "zero": 3}),
+    ("dp=2,tp=2,pp=2", {"microbatches": 2, "zero": 2, "sequence_parallel": True}),
+    ("dp=3,tp=2", {"microbatches": 2, "zero": 1, "recompute": "every-2"}),
+    ("tp=3,pp=2", {"microbatches": 3, "model": "tiny-tied"}),
+    ("dp=4,dp_shard=2,pp=2", {"microbatches": 3, "zero": 3, "reduce": "microbatch"}),
 ]
 ROUNDED = [SAMPLE[0], SAMPLE[1], SAMPLE[5]]
 VARIANTS: list[dict[str, object]] = [
@@ -213,6 +220,33 @@ def test_one_step_in_a_layout_is_the_serial_step(
     layout: str, variant: dict[str, object], dtype: str
 ) -> None:
     assert_same_steps(settings(layout=layout, dtype=dtype, **variant))
+
+
+def assert_same_steps_in_processes(config: RunConfig) -> None:
+    shape = _shape(config)
+    serial = serial_steps(config.dtype, shape)
+
+    found = steps_in_processes(config, shape, [serial[step][0] for step in STEPS])
+
+    for outcomes in found.values():
+        for step, outcome in zip(STEPS, outcomes, strict=True):
+            assert_same_step(config, outcome, *serial[step])
+    assert set(found) == {"gloo", "shm"}
+
+
+@pytest.mark.parametrize(("layout", "variant"), IN_PROCESSES[:1])
+def test_one_step_of_processes_over_gloo_and_over_shared_memory_is_the_serial_step(
+    layout: str, variant: dict[str, object]
+) -> None:
+    assert_same_steps_in_processes(settings(layout=layout, dtype="float64", **variant))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "variant"), IN_PROCESSES[1:])
+def test_one_step_of_many_processes_over_gloo_and_over_shared_memory_is_the_serial_step(
+    layout: str, variant: dict[str, object]
+) -> None:
+    assert_same_steps_in_processes(settings(layout=layout, dtype="float64", **variant))
 
 
 @pytest.mark.long
