@@ -19,6 +19,7 @@ from trainwright.collectives.errors import (
 from trainwright.collectives.flight import FlightRecorder
 from trainwright.collectives.local_world import LocalWorld
 from trainwright.collectives.objects import all_gather_object, broadcast_object, run_on_root
+from trainwright.collectives.placing import Placing, empty_on
 from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
 from trainwright.collectives.recorded import Recorded
 from trainwright.collectives.shard_spec import ShardSpec
@@ -42,6 +43,7 @@ __all__ = [
     "LocalWorld",
     "NotAvailableError",
     "PeerFailedError",
+    "Placing",
     "Recorded",
     "Recv",
     "ReduceOp",
@@ -60,6 +62,7 @@ __all__ = [
     "codec",
     "cost",
     "differentiable",
+    "empty_on",
     "random",
     "register_backend",
     "run_on_root",

@@ -10,13 +10,14 @@ import torch
 from trainwright.collectives import checks
 from trainwright.collectives.flight import FlightRecorder
 from trainwright.collectives.ledger import Ledger, Told
+from trainwright.collectives.placing import PlacingInside
 from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
 from trainwright.collectives.recorded_work import Block, RecordedBlock
 from trainwright.collectives.traffic import Traffic
 from trainwright.collectives.verification import make_verifier
 
 
-class Recorded:
+class Recorded(PlacingInside):
     """A `Communicator` around ``comm`` with the same results, which counts and remembers.
 
     ``traffic`` counts what this rank has called; ``recorder`` keeps the last operations with their
