@@ -3,16 +3,27 @@
 from trainwright.pipeline_schedules.actions import NO_MICROBATCH, Action, Kind
 from trainwright.pipeline_schedules.draw import draw
 from trainwright.pipeline_schedules.errors import ScheduleError
+from trainwright.pipeline_schedules.exchange import (
+    TableError,
+    from_csv,
+    read_csv,
+    to_csv,
+    write_csv,
+)
 from trainwright.pipeline_schedules.generate import (
     forward_only,
     gpipe,
     one_f_one_b,
     sequential,
 )
+from trainwright.pipeline_schedules.generate_looped import breadth_first, interleaved_1f1b
+from trainwright.pipeline_schedules.generate_v import dualpipe_v, zb_v
+from trainwright.pipeline_schedules.generate_zero_bubble import zb_h1, zb_h2
+from trainwright.pipeline_schedules.generators import GENERATORS, Generator
 from trainwright.pipeline_schedules.layers import split_layers
 from trainwright.pipeline_schedules.lowering import lower
 from trainwright.pipeline_schedules.memory import Memory, peak_activations, peak_memory
-from trainwright.pipeline_schedules.notation import action_letters, to_csv
+from trainwright.pipeline_schedules.notation import action_letters
 from trainwright.pipeline_schedules.schedule import Schedule
 from trainwright.pipeline_schedules.simulate import Costs, Simulation, simulate
 from trainwright.pipeline_schedules.verify import verify
@@ -20,29 +31,41 @@ from trainwright.pipeline_schedules.weight_plan import WeightPlan
 from trainwright.pipeline_schedules.weight_traffic import WeightTraffic, peak_live, weight_traffic
 
 __all__ = [
+    "GENERATORS",
     "NO_MICROBATCH",
     "Action",
     "Costs",
+    "Generator",
     "Kind",
     "Memory",
     "Schedule",
     "ScheduleError",
     "Simulation",
+    "TableError",
     "WeightPlan",
     "WeightTraffic",
     "action_letters",
+    "breadth_first",
     "draw",
+    "dualpipe_v",
     "forward_only",
+    "from_csv",
     "gpipe",
+    "interleaved_1f1b",
     "lower",
     "one_f_one_b",
     "peak_activations",
     "peak_live",
     "peak_memory",
+    "read_csv",
     "sequential",
     "simulate",
     "split_layers",
     "to_csv",
     "verify",
     "weight_traffic",
+    "write_csv",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]
