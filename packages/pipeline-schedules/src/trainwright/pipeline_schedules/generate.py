@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from trainwright.pipeline_schedules.actions import Kind
-from trainwright.pipeline_schedules.errors import ScheduleError
-from trainwright.pipeline_schedules.schedule import Rows, Schedule
+from trainwright.pipeline_schedules.schedule import Schedule
+from trainwright.pipeline_schedules.turns import in_turn, joined, require_positive
 
 
 def sequential(stages: int, microbatches: int) -> Schedule:
@@ -17,11 +15,9 @@ def sequential(stages: int, microbatches: int) -> Schedule:
 
     Source: the baseline of Huang et al., GPipe (arXiv:1811.06965), figure 2b.
     """
-    _require_positive(stages, microbatches)
-    rows = np.empty((2 * microbatches, 2), dtype=np.int32)
-    rows[0::2] = _column_pair(Kind.F, np.arange(microbatches))
-    rows[1::2] = _column_pair(Kind.B, np.arange(microbatches))
-    return _one_stage_a_rank("sequential", [rows] * stages, microbatches)
+    require_positive(stages=stages, microbatches=microbatches)
+    actions = [in_turn(microbatches, [(Kind.F, s, 0), (Kind.B, s, 0)]) for s in range(stages)]
+    return Schedule(actions, range(stages), microbatches, "sequential")
 
 
 def gpipe(stages: int, microbatches: int, *, newest_first: bool = False) -> Schedule:
@@ -38,11 +34,13 @@ def gpipe(stages: int, microbatches: int, *, newest_first: bool = False) -> Sche
 
     Source: Huang et al., GPipe (arXiv:1811.06965), figure 2c.
     """
-    _require_positive(stages, microbatches)
-    forwards = np.arange(microbatches)
-    backwards = forwards[::-1] if newest_first else forwards
-    rows = np.concatenate([_column_pair(Kind.F, forwards), _column_pair(Kind.B, backwards)])
-    return _one_stage_a_rank("gpipe", [rows] * stages, microbatches)
+    require_positive(stages=stages, microbatches=microbatches)
+    actions = []
+    for s in range(stages):
+        backwards = in_turn(microbatches, [(Kind.B, s, 0)])
+        backwards = backwards[::-1] if newest_first else backwards
+        actions.append(joined([in_turn(microbatches, [(Kind.F, s, 0)]), backwards], microbatches))
+    return Schedule(actions, range(stages), microbatches, "gpipe")
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -54,54 +52,20 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     Source: Narayanan et al., PipeDream-Flush (arXiv:2006.09503), figure 2b, and Megatron-LM
     (arXiv:2104.04473), figure 4; the alternation is PipeDream's (arXiv:1806.03377).
     """
-    _require_positive(stages, microbatches)
-    per_rank = [
-        _one_f_one_b_rows(min(microbatches, stages - s), microbatches) for s in range(stages)
-    ]
-    return _one_stage_a_rank("1f1b", per_rank, microbatches)
+    require_positive(stages=stages, microbatches=microbatches)
+    actions = []
+    for s in range(stages):
+        warm_up = stages - 1 - s
+        phases = [
+            in_turn(warm_up, [(Kind.F, s, 0)]),
+            in_turn(microbatches, [(Kind.F, s, warm_up), (Kind.B, s, 0)]),
+        ]
+        actions.append(joined(phases, microbatches))
+    return Schedule(actions, range(stages), microbatches, "1f1b")
 
 
 def forward_only(stages: int, microbatches: int) -> Schedule:
     """Forwards without backwards, microbatch after microbatch, for evaluation."""
-    _require_positive(stages, microbatches)
-    rows = _column_pair(Kind.F, np.arange(microbatches))
-    return _one_stage_a_rank("forward-only", [rows] * stages, microbatches, forward_only=True)
-
-
-def _one_f_one_b_rows(in_flight: int, microbatches: int) -> Rows:
-    """Kinds and microbatches of a stage that starts with ``in_flight`` forwards."""
-    number = np.arange(microbatches)
-    extra = np.maximum(number - in_flight, -1)
-    place_of_forward = np.where(number < in_flight, number, in_flight + 2 * extra + 1)
-    place_of_backward = np.minimum(in_flight + 2 * number, microbatches + number)
-    rows = np.empty((2 * microbatches, 2), dtype=np.int32)
-    rows[place_of_forward] = _column_pair(Kind.F, number)
-    rows[place_of_backward] = _column_pair(Kind.B, number)
-    return rows
-
-
-def _column_pair(kind: Kind, microbatches: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Rows:
-    rows = np.empty((len(microbatches), 2), dtype=np.int32)
-    rows[:, 0] = kind
-    rows[:, 1] = microbatches
-    return rows
-
-
-def _one_stage_a_rank(
-    name: str, per_rank: list[Rows], microbatches: int, *, forward_only: bool = False
-) -> Schedule:
-    """Put the stage number, which is the rank, between kind and microbatch."""
-    actions = []
-    for stage, rows in enumerate(per_rank):
-        with_stage = np.full((len(rows), 3), stage, dtype=np.int32)
-        with_stage[:, ::2] = rows
-        actions.append(with_stage)
-    ranks = range(len(per_rank))
-    return Schedule(actions, ranks, microbatches, name, forward_only=forward_only)
-
-
-def _require_positive(stages: int, microbatches: int) -> None:
-    if stages < 1:
-        raise ScheduleError(f"stages must be at least 1, got {stages}")
-    if microbatches < 1:
-        raise ScheduleError(f"microbatches must be at least 1, got {microbatches}")
+    require_positive(stages=stages, microbatches=microbatches)
+    actions = [in_turn(microbatches, [(Kind.F, s, 0)]) for s in range(stages)]
+    return Schedule(actions, range(stages), microbatches, "forward-only", forward_only=True)
