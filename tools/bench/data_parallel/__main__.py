@@ -15,6 +15,7 @@ from tools.bench.data_parallel.footprint import Footprint, format_footprints, ho
 from tools.bench.data_parallel.gpt import BATCHES, SHAPES
 from tools.bench.data_parallel.measure import Plan, measure
 from tools.bench.data_parallel.report import Report
+from tools.bench.data_parallel.worlds import COMMS, GLOO
 from tools.bench.processes import run_job
 
 STEPS = {"compute": 3, "comm": 5}
@@ -39,6 +40,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     names = list(builders())
     parser = argparse.ArgumentParser(prog="python -m tools.bench.data_parallel")
     parser.add_argument("--ranks", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--comm", choices=COMMS, default=GLOO, help="what carries the stages")
     parser.add_argument("--batch", choices=[*BATCHES, "both"], default="both")
     parser.add_argument("--model", choices=list(SHAPES), default="small")
     parser.add_argument("--rounds", type=int, default=7)
@@ -69,11 +71,16 @@ def parse(words: list[str]) -> argparse.Namespace:
 def race(chosen: argparse.Namespace, kinds: tuple[str, ...]) -> int:
     """Time the contestants and print ratios; the exit code is 1 if their weights differ."""
     steps = {kind: chosen.steps_per_round or STEPS[kind] for kind in kinds}
-    plan = Plan(chosen.model, chosen.names, steps, chosen.rounds)
+    plan = Plan(chosen.model, chosen.names, steps, chosen.rounds, chosen.comm)
     outcomes = run_job(measure, chosen.ranks, plan, deadline_s=chosen.deadline_s)
     report = Report.of(plan, outcomes)
     if chosen.json:
-        about = {"machine": machine.describe(), "ranks": chosen.ranks, "model": chosen.model}
+        about = {
+            "machine": machine.describe(),
+            "ranks": chosen.ranks,
+            "model": chosen.model,
+            "comm": chosen.comm,
+        }
         print(json.dumps({**about, **report.as_data()}, indent=1))
     else:
         print(_title(chosen))
@@ -91,7 +98,14 @@ def weigh(chosen: argparse.Namespace, kinds: tuple[str, ...]) -> int:
         found: dict[str, Footprint | str] = {}
         for name in chosen.names:
             parts = run_job(
-                hold, chosen.ranks, chosen.model, name, kind, steps, deadline_s=chosen.deadline_s
+                hold,
+                chosen.ranks,
+                chosen.model,
+                name,
+                kind,
+                steps,
+                chosen.comm,
+                deadline_s=chosen.deadline_s,
             )
             missing = [part for part in parts if isinstance(part, str)]
             found[name] = missing[0] if missing else Footprint.of_job(parts)
@@ -115,6 +129,7 @@ def profile(chosen: argparse.Namespace, kinds: tuple[str, ...]) -> int:
             chosen.profile,
             kind,
             steps,
+            chosen.comm,
             deadline_s=chosen.deadline_s,
         )
         print(texts[0])
@@ -122,7 +137,8 @@ def profile(chosen: argparse.Namespace, kinds: tuple[str, ...]) -> int:
 
 
 def _title(chosen: argparse.Namespace) -> str:
-    return f"{machine.describe()}; {chosen.ranks} ranks of one thread, model {chosen.model}"
+    ranks = f"{chosen.ranks} ranks of one thread"
+    return f"{machine.describe()}; {ranks}, model {chosen.model}, stages over {chosen.comm}"
 
 
 if __name__ == "__main__":

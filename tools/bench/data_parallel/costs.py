@@ -20,6 +20,7 @@ from tools.bench.data_parallel.contestants import (
     take_step,
 )
 from tools.bench.data_parallel.gpt import BATCHES, SHAPES, Batch
+from tools.bench.data_parallel.worlds import connect
 from tools.bench.table import format_table
 from trainwright.collectives import Communicator
 
@@ -27,8 +28,9 @@ _SHOWN = 20
 _WARM_UP = 3
 
 
-def explain(world: Communicator, model: str, name: str, kind: str, steps: int) -> str:
+def explain(world: Communicator, model: str, name: str, kind: str, steps: int, comm: str) -> str:
     """Return this rank's phases of a step, and the costliest operators and functions in it."""
+    world = connect(world, comm)
     shape = SHAPES[model]
     contestant = builders()[name](world, Recipe(shape))
     batch = Batch.draw(shape, BATCHES[kind], seed=world.rank)

@@ -9,6 +9,7 @@ import attrs
 from tools.bench.data_parallel.contestants import Recipe, builders, take_step
 from tools.bench.data_parallel.gpt import BATCHES, SHAPES, Batch
 from tools.bench.data_parallel.targets import MEMORY_BELOW
+from tools.bench.data_parallel.worlds import connect
 from tools.bench.memory import Memory, Peak, now
 from tools.bench.table import format_table
 from tools.bench.tensor_memory import TensorMemory, watch
@@ -46,8 +47,11 @@ class Footprint:
         )
 
 
-def hold(world: Communicator, model: str, name: str, kind: str, steps: int) -> Footprint | str:
+def hold(
+    world: Communicator, model: str, name: str, kind: str, steps: int, comm: str
+) -> Footprint | str:
     """Build one contestant and train it; return its footprint, or why it is not available."""
+    world = connect(world, comm)
     shape = SHAPES[model]
     batch = Batch.draw(shape, BATCHES[kind], seed=world.rank)
     before = now()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tools.bench.data_parallel.check import Agreement, check
 from tools.bench.data_parallel.contestants import Contestant, Recipe, builders, take_step
 from tools.bench.data_parallel.gpt import BATCHES, SHAPES, Batch
+from tools.bench.data_parallel.worlds import GLOO, connect
 from tools.bench.rounds import interleave
 from trainwright.collectives import Communicator
 from trainwright.sharding import NotAvailableError
@@ -30,12 +31,14 @@ class Plan:
         names: the contestants.
         steps: steps a round, for each kind of batch.
         rounds: how often each contestant has its turn.
+        comm: what carries the messages of the stages.
     """
 
     model: str
     names: tuple[str, ...]
     steps: Mapping[str, int]
     rounds: int
+    comm: str = GLOO
 
 
 @attrs.frozen
@@ -55,6 +58,7 @@ class Outcome:
 
 def measure(world: Communicator, plan: Plan) -> Outcome:
     """Check all contestants, then time them in turn, all alive in the same processes."""
+    world = connect(world, plan.comm)
     shape = SHAPES[plan.model]
     agreements, missing = check(world, shape, plan.names)
     if not all(agreement.holds for agreement in agreements.values()):

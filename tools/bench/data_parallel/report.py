@@ -73,7 +73,7 @@ class Report:
     def verdicts(self, kind: str) -> Iterator[Verdict]:
         """Yield the targets at one kind of batch whose contestants ran."""
         times = self.times[kind]
-        for target in TARGETS:
+        for target in TARGETS[self.plan.comm]:
             if kind in target.at_most and {target.contestant, target.reference} <= times.keys():
                 ratio = ratios(times[target.contestant], times[target.reference])
                 yield Verdict(target.contestant, target.reference, ratio, target.at_most[kind])

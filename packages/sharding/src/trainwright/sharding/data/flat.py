@@ -12,6 +12,7 @@ from trainwright.sharding.data.buckets import Bucket, KeptPiece
 from trainwright.sharding.data.gradients import FlatGradients
 from trainwright.sharding.data.layout import BucketLayout, GroupKey, ParameterRange
 from trainwright.sharding.data.members import Member
+from trainwright.sharding.data.memory import travelling
 from trainwright.sharding.data.parameters import ModelParameter
 from trainwright.sharding.data.piece import Piece
 from trainwright.sharding.data.policy import WEIGHT_DTYPES, ShardPolicy
@@ -65,7 +66,13 @@ def _make_weights(
 ) -> FlatWeights:
     numel = plan.stop - plan.start
     device = entries[plan.parameters[0].name].parameter.device
-    masters = torch.zeros(numel, dtype=key.master_dtype, device=device)
+    data = axes.data(key)
+    is_cut = policy.stage == 3 and data.size > 1
+    separate = key.weight_dtype != key.master_dtype
+    # What others read when it is published. At stage 3 they read the kept range alone; the whole
+    # is gathered into ordinary memory, which can be resized.
+    read_on = [data] if policy.stage in (1, 2) else []
+    masters = travelling([] if separate else read_on, numel, key.master_dtype, device).zero_()
     for part in plan.parameters:
         parameter = entries[part.name].parameter
         start, stop = _place(part, plan)
@@ -74,16 +81,18 @@ def _make_weights(
         # As bytes: a frozen weight may have any dtype, also one that no reduction knows.
         known = masters.dtype in WEIGHT_DTYPES
         axes.broadcast_first(masters if known else masters.view(torch.uint8), key.replicated_axes)
-    full = masters if key.weight_dtype == key.master_dtype else masters.to(key.weight_dtype)
-    data = axes.data(key)
+    full = masters
+    if separate:
+        full = travelling(read_on, numel, key.weight_dtype, device).copy_(masters)
     if policy.stage == 0:
         return FlatWeights(full, full, masters, data, is_cut=False)
     part_numel = numel // data.size
     mine = slice(data.rank * part_numel, (data.rank + 1) * part_numel)
-    is_cut = policy.stage == 3 and data.size > 1
-    # Memory of its own: the rest, which others keep, is freed.
-    kept = full[mine].clone() if is_cut else full[mine]
-    kept_masters = kept if masters is full else masters[mine].clone()
+    kept = full[mine]
+    if is_cut:
+        # Memory of its own: the rest, which others keep, is freed.
+        kept = travelling([data], part_numel, full.dtype, device).copy_(kept)
+    kept_masters = masters[mine].clone() if separate else kept
     comm = axes.gathers(key) if is_cut else data
     return FlatWeights(full, kept, kept_masters, comm, is_cut)
 
@@ -101,9 +110,11 @@ def _make_gradients(
     numel = plan.stop - plan.start
     part = numel // data.size
     is_lent = policy.stage >= 2 and data.size > 1
-    full = torch.zeros(0 if is_lent else numel, dtype=key.master_dtype, device=device)
+    partial = axes.partial(key)
+    dtype = key.master_dtype
+    full = travelling([data, *partial], 0 if is_lent else numel, dtype, device).zero_()
     if is_lent:
-        kept = full.new_zeros(part)
+        kept = travelling(partial, part, dtype, device).zero_()
     elif policy.stage > 0:
         kept = full[data.rank * part : (data.rank + 1) * part]
     else:
@@ -114,7 +125,7 @@ def _make_gradients(
         kept,
         _gaps(plan),
         data,
-        axes.partial(key),
+        partial,
         policy.wire_dtype_of(key.master_dtype),
         is_lent,
         is_open=not is_lent,

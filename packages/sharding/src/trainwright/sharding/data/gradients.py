@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from trainwright.collectives import Communicator, Work
+from trainwright.sharding.data.memory import travelling
 
 
 @attrs.define(eq=False)
@@ -54,7 +55,7 @@ class FlatGradients:
         """Have memory for all elements, its padding zero; return whether it is new."""
         if self.is_open:
             return False
-        self.full = self.kept.new_empty(self.numel)
+        self.full = travelling([self.data], self.numel, self.kept.dtype, self.kept.device)
         for gap in self.gaps:
             self.full[gap].zero_()
         self.is_open = True
@@ -76,7 +77,7 @@ class FlatGradients:
             return
         wire = self.full
         if self.wire_dtype != wire.dtype:
-            wire = wire.to(self.wire_dtype)
+            wire = travelling([self.data], self.numel, self.wire_dtype, wire.device).copy_(wire)
         if not self.is_sharded:
             self._arriving = self._wire = wire
             self._work = self.data.all_reduce(wire)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from trainwright.collectives import Communicator, SingleCommunicator
+from trainwright.collectives import Communicator, SingleCommunicator, empty_on
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.data.parallel import data_parallel
 from trainwright.sharding.data.policy import ShardPolicy
@@ -241,6 +241,10 @@ class RecordingCommunicator:
         """Split ``inner``; the part writes into the same list."""
         part = self._inner.split(color, key)
         return None if part is None else RecordingCommunicator(part, self._calls)
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return memory where ``inner`` wants it."""
+        return empty_on(self._inner, shape, dtype=dtype)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
