@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import attrs
-import torch
 
 from trainwright.collectives.calls import describe_dtype
 from trainwright.collectives.checks import resolve_reduce_dtype
@@ -15,33 +14,14 @@ from trainwright.collectives.errors import CollectiveError, UsageError
 from trainwright.collectives.flight import FlightRecorder, Record, find_place
 from trainwright.collectives.headers import digest_of
 from trainwright.collectives.histories import History, compare_histories
-from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
+from trainwright.collectives.protocol import Communicator, Recv, Send, Work
 from trainwright.collectives.recorded_work import Block, Proof, RecordedWork
+from trainwright.collectives.told import Started, Told, rows
 from trainwright.collectives.traffic import Traffic, TrafficCounter, elements_sent
-from trainwright.collectives.verification import CallProof, DisagreementError, Verifier
+from trainwright.collectives.verification import Claim, DisagreementError, Verifier
 
 # How many of the last operations an error tells of.
 _NUM_TOLD = 8
-
-Splits = tuple[Sequence[int] | None, Sequence[int] | None]
-
-
-@attrs.frozen(eq=False)
-class Told:
-    """A collective as its caller named it.
-
-    ``like`` has the shape that is alike on every rank, ``read`` and ``written`` are this rank's
-    tensors that the call reads and writes; ``splits`` are those of its input and its output.
-    """
-
-    kind: str
-    like: torch.Tensor | None = None
-    read: torch.Tensor | None = None
-    written: torch.Tensor | None = None
-    op: ReduceOp | None = None
-    reduce_dtype: torch.dtype | None = None
-    root: int | None = None
-    splits: Splits | None = None
 
 
 class Ledger:
@@ -65,25 +45,34 @@ class Ledger:
         return self._counter.traffic
 
     @contextmanager
-    def starting(self, kind: str) -> Iterator[None]:
-        """Add notes to an error that an operation raises when it is called."""
-        if self.verifier is not None:
-            self.verifier.check()
-        try:
-            yield
-        except UsageError:
-            raise  # nothing has happened
-        except CollectiveError as error:
-            raise self._explain(error, f"{kind} at {find_place()}") from error.__cause__
+    def starting(self, kind: str, timeout_s: float | None) -> Iterator[Started]:
+        """Start a collective inside the block, which tells what it was, and write it down.
 
-    def follow(self, work: Work, told: Told, timeout_s: float | None) -> Work:
-        """Write down a collective that has been started; return what waits for it."""
-        record = self._enter(told)
-        proofs: list[Proof] = []
-        if self.verifier is not None:
-            with self._explaining([record]):
-                proofs.append(self._post(self.verifier, record, told, timeout_s))
-        return self._wrap(work, [record], proofs)
+        It is checked inside the block, but where calls are compared it starts after all ranks have
+        come to it and agree.
+        """
+        started = Started()
+        with self._noting(kind), self._held_back():
+            try:
+                yield started
+            except UsageError as error:
+                self._refuse(kind, error, timeout_s)
+                raise
+            assert started.told is not None
+            started.record = self._enter(started.told)
+            self._compare(started.record, started.told, timeout_s)
+
+    def follow(self, started: Started) -> Work:
+        """Return what waits for a collective that has been started."""
+        assert started.work is not None
+        assert started.record is not None
+        return self._wrap(started.work, [started.record])
+
+    @contextmanager
+    def messaging(self, kind: str) -> Iterator[None]:
+        """Add notes to an error that starting messages raises."""
+        with self._noting(kind):
+            yield
 
     def follow_messages(
         self, work: Work, kind: str, messages: Sequence[Send | Recv], timeout_s: float | None
@@ -103,27 +92,30 @@ class Ledger:
         return self._wrap(work, records, proofs, sent)
 
     @contextmanager
-    def blocking(self, told: Told, timeout_s: float | None) -> Iterator[None]:
-        """Write down an operation that returns when it is over, compared before it starts."""
-        with self.starting(told.kind):
-            pass
+    def blocking(
+        self, kind: str, check: Callable[[], None], timeout_s: float | None = None
+    ) -> Iterator[None]:
+        """Write down an operation without tensors that returns when it is over."""
+        try:
+            check()
+        except UsageError as error:
+            self._refuse(kind, error, None)
+            raise
+        told = Told(kind)
         record = self._enter(told)
         with self._explaining([record]):
-            if self.verifier is not None:
-                self._post(self.verifier, record, told, timeout_s).settle(timeout_s)
+            self._compare(record, told, timeout_s)
             yield
         record.finished_s = time.time()
 
     def check(self, timeout_s: float | None) -> None:
         """Compare the digests of all ranks, and their records where those differ."""
-        if self.verifier is not None:
-            self.verifier.check()
         history = History(
             self._num_collectives,
             self._digest,
             [record for record in self.recorder.records(self._comm.name) if record.peer is None],
         )
-        with self.starting("check"):
+        with self._noting("check"):
             compare_histories(self._comm, history, timeout_s)
 
     def _enter(self, told: Told) -> Record:
@@ -165,14 +157,51 @@ class Ledger:
         self.recorder.add(record)
         return record
 
-    def _post(
-        self, verifier: Verifier, record: Record, told: Told, timeout_s: float | None
-    ) -> CallProof:
-        rows_out = rows_in = None
+    @contextmanager
+    def _noting(self, kind: str) -> Iterator[None]:
+        try:
+            yield
+        except UsageError:
+            raise  # nothing has happened
+        except CollectiveError as error:
+            raise self._explain(error, f"{kind} at {find_place()}") from error.__cause__
+
+    def _held_back(self) -> AbstractContextManager[object]:
+        """Return a block inside which calls are checked and do not start yet."""
+        is_held = self.verifier is None or self.block is not None
+        return nullcontext() if is_held else self._comm.coalesce()
+
+    def _compare(self, record: Record, told: Told, timeout_s: float | None) -> None:
+        if self.verifier is None:
+            return
+        claim = Claim(record.signature, str(record))
         if told.splits is not None:
-            rows_out = _rows(told.splits[0], told.read, self._comm.size)
-            rows_in = _rows(told.splits[1], told.written, self._comm.size)
-        return verifier.post(record, rows_out, rows_in, timeout_s)
+            size = self._comm.size
+            claim = attrs.evolve(
+                claim,
+                rows_out=rows(told.splits[0], told.read, size),
+                rows_in=rows(told.splits[1], told.written, size),
+            )
+        self._ask(claim, record, timeout_s)
+
+    def _refuse(self, kind: str, error: UsageError, timeout_s: float | None) -> None:
+        """Tell the others that this rank's own call was wrong; return if theirs were, too."""
+        if self.verifier is None:
+            return
+        record = self._enter(Told(kind))
+        record.error = f"{type(error).__name__}: {error}"
+        text = f"{record}, which raised {record.error}"
+        self._ask(Claim(f"refused #{record.number}", text), record, timeout_s)
+
+    def _ask(self, claim: Claim, record: Record, timeout_s: float | None) -> None:
+        assert self.verifier is not None
+        try:
+            self.verifier.compare(claim, timeout_s)
+        except CollectiveError as error:
+            record.error = f"{type(error).__name__}: {error}"
+            if self.block is not None and isinstance(error, UsageError):
+                self.block.error = error
+            raise
 
     def _count(self, told: Told) -> None:
         like = told.like
@@ -184,7 +213,7 @@ class Ledger:
         written = 0 if told.written is None else told.written.numel()
         if told.splits is not None:
             row = like[:1].numel()
-            sent = read - _rows(told.splits[0], told.read, size)[rank] * row
+            sent = read - rows(told.splits[0], told.read, size)[rank] * row
         else:
             large = max(read, written)
             if told.kind == "gather":
@@ -198,7 +227,7 @@ class Ledger:
         self,
         work: Work,
         records: Sequence[Record],
-        proofs: Sequence[Proof],
+        proofs: Sequence[Proof] = (),
         sent: Sequence[Work] = (),
     ) -> Work:
         wrapped = RecordedWork(work, records, proofs, self._fail, self.block, sent)
@@ -217,18 +246,16 @@ class Ledger:
         if isinstance(error, DisagreementError):
             # What is under way will never end, and ranks that wait elsewhere do not know why.
             self._comm.abort(str(error))
-        told = error
         for record in records:
-            told = self._explain(error, str(record))
-            record.error = f"{type(told).__name__}: {told}"
-        return told
+            self._explain(error, str(record))
+            record.error = f"{type(error).__name__}: {error}"
+        return error
 
     def _explain(self, error: CollectiveError, what: str) -> CollectiveError:
-        told = error if self.verifier is None else self.verifier.translate(error)
         note = f"rank {self._comm.rank} was in {what} of {self._comm.name!r}"
-        if not any(note in other for other in getattr(told, "__notes__", ())):
-            told.add_note(f"{note}; its last operations:\n{self.recorder.dump(_NUM_TOLD)}")
-        return told
+        if not any(note in other for other in getattr(error, "__notes__", ())):
+            error.add_note(f"{note}; its last operations:\n{self.recorder.dump(_NUM_TOLD)}")
+        return error
 
 
 def _unusual_reduce_dtype(told: Told) -> str | None:
@@ -236,8 +263,3 @@ def _unusual_reduce_dtype(told: Told) -> str | None:
         return None
     usual = resolve_reduce_dtype(told.kind, told.like.dtype, told.op, None)
     return None if told.reduce_dtype is usual else describe_dtype(told.reduce_dtype)
-
-
-def _rows(splits: Sequence[int] | None, tensor: torch.Tensor | None, size: int) -> list[int]:
-    assert tensor is not None
-    return [tensor.shape[0] // size] * size if splits is None else [int(part) for part in splits]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from trainwright.collectives import checks
 from trainwright.collectives.flight import FlightRecorder
-from trainwright.collectives.ledger import Ledger, Told
+from trainwright.collectives.ledger import Ledger
 from trainwright.collectives.placing import PlacingInside
 from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
 from trainwright.collectives.recorded_work import Block, RecordedBlock
+from trainwright.collectives.told import Told
 from trainwright.collectives.traffic import Traffic
 from trainwright.collectives.verification import make_verifier
 
@@ -22,17 +24,19 @@ class Recorded(PlacingInside):
 
     ``traffic`` counts what this rank has called; ``recorder`` keeps the last operations with their
     place in the caller's code; errors get notes that tell this rank's last operations. ``check()``
-    compares what all ranks have called so far. With ``verify``, each operation is compared when it
-    is waited for, before its result is: ranks that called different things raise one error that
-    says who called what and where (they stop the world by ``abort``, as what is under way will
-    never end), and ranks that do not come are named together with what they
-    called last. Starting an operation never waits for a peer, with ``verify`` neither.
+    compares what all ranks have called so far. With ``verify``, each collective is compared before
+    it starts: ranks that call different things, or of which some make a mistake, raise one error
+    that says who called what and where, nothing has moved, and the communicator works on. Then a
+    collective, asynchronous or not, is called once all ranks have come to it, those who do not come
+    are named, and programs in which a rank first waits for a message that another one sends after
+    the collective come to a standstill. The ends of messages are compared when the receiver waits;
+    where they differ the world is stopped by ``abort``.
 
     Args:
         comm: The communicator that does the work.
-        verify: Whether each operation is compared. A `Communicator` of the same ranks in the same
-            order is used for that (beside NCCL, one over Gloo spares the device); True splits
-            ``comm``.
+        verify: Whether operations are compared, for debugging. A `Communicator` of the same ranks
+            in the same order and of its own is used for that (beside NCCL, one over Gloo spares
+            the device); True splits ``comm``.
         recorder: Where operations are kept; None makes one. Communicators made by ``split`` share
             it.
 
@@ -98,10 +102,10 @@ class Recorded(PlacingInside):
         timeout_s: float | None = None,
     ) -> Work:
         """See `Communicator.all_reduce`."""
-        with self._ledger.starting("all_reduce"):
+        with self._ledger.starting("all_reduce", timeout_s) as started:
             work = self._comm.all_reduce(tensor, op, reduce_dtype=reduce_dtype, timeout_s=timeout_s)
-        told = Told("all_reduce", tensor, tensor, tensor, op, reduce_dtype)
-        return self._ledger.follow(work, told, timeout_s)
+            started.take(work, Told("all_reduce", tensor, tensor, tensor, op, reduce_dtype))
+        return self._ledger.follow(started)
 
     def reduce_scatter(
         self,
@@ -113,20 +117,21 @@ class Recorded(PlacingInside):
         timeout_s: float | None = None,
     ) -> Work:
         """See `Communicator.reduce_scatter`."""
-        with self._ledger.starting("reduce_scatter"):
+        with self._ledger.starting("reduce_scatter", timeout_s) as started:
             work = self._comm.reduce_scatter(
                 output, input, op, reduce_dtype=reduce_dtype, timeout_s=timeout_s
             )
-        told = Told("reduce_scatter", output, input, output, op, reduce_dtype)
-        return self._ledger.follow(work, told, timeout_s)
+            started.take(work, Told("reduce_scatter", output, input, output, op, reduce_dtype))
+        return self._ledger.follow(started)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, timeout_s: float | None = None
     ) -> Work:
         """See `Communicator.all_gather`."""
-        with self._ledger.starting("all_gather"):
+        with self._ledger.starting("all_gather", timeout_s) as started:
             work = self._comm.all_gather(output, input, timeout_s=timeout_s)
-        return self._ledger.follow(work, Told("all_gather", input, input, output), timeout_s)
+            started.take(work, Told("all_gather", input, input, output))
+        return self._ledger.follow(started)
 
     def all_to_all(
         self,
@@ -138,21 +143,22 @@ class Recorded(PlacingInside):
         timeout_s: float | None = None,
     ) -> Work:
         """See `Communicator.all_to_all`."""
-        with self._ledger.starting("all_to_all"):
+        with self._ledger.starting("all_to_all", timeout_s) as started:
             work = self._comm.all_to_all(
                 output, input, output_splits, input_splits, timeout_s=timeout_s
             )
-        told = Told("all_to_all", input, input, output, splits=(input_splits, output_splits))
-        return self._ledger.follow(work, told, timeout_s)
+            splits = (input_splits, output_splits)
+            started.take(work, Told("all_to_all", input, input, output, splits=splits))
+        return self._ledger.follow(started)
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, timeout_s: float | None = None) -> Work:
         """See `Communicator.broadcast`."""
-        with self._ledger.starting("broadcast"):
-            work = self._comm.broadcast(tensor, root, timeout_s=timeout_s)
         is_root = root == self.rank
         read, written = (tensor, None) if is_root else (None, tensor)
-        told = Told("broadcast", tensor, read, written, root=root)
-        return self._ledger.follow(work, told, timeout_s)
+        with self._ledger.starting("broadcast", timeout_s) as started:
+            work = self._comm.broadcast(tensor, root, timeout_s=timeout_s)
+            started.take(work, Told("broadcast", tensor, read, written, root=root))
+        return self._ledger.follow(started)
 
     def reduce(
         self,
@@ -164,13 +170,13 @@ class Recorded(PlacingInside):
         timeout_s: float | None = None,
     ) -> Work:
         """See `Communicator.reduce`."""
-        with self._ledger.starting("reduce"):
+        written = tensor if root == self.rank else None
+        with self._ledger.starting("reduce", timeout_s) as started:
             work = self._comm.reduce(
                 tensor, root, op, reduce_dtype=reduce_dtype, timeout_s=timeout_s
             )
-        written = tensor if root == self.rank else None
-        told = Told("reduce", tensor, tensor, written, op, reduce_dtype, root)
-        return self._ledger.follow(work, told, timeout_s)
+            started.take(work, Told("reduce", tensor, tensor, written, op, reduce_dtype, root))
+        return self._ledger.follow(started)
 
     def scatter(
         self,
@@ -181,10 +187,10 @@ class Recorded(PlacingInside):
         timeout_s: float | None = None,
     ) -> Work:
         """See `Communicator.scatter`."""
-        with self._ledger.starting("scatter"):
+        with self._ledger.starting("scatter", timeout_s) as started:
             work = self._comm.scatter(output, input, root, timeout_s=timeout_s)
-        told = Told("scatter", output, input, output, root=root)
-        return self._ledger.follow(work, told, timeout_s)
+            started.take(work, Told("scatter", output, input, output, root=root))
+        return self._ledger.follow(started)
 
     def gather(
         self,
@@ -195,16 +201,16 @@ class Recorded(PlacingInside):
         timeout_s: float | None = None,
     ) -> Work:
         """See `Communicator.gather`."""
-        with self._ledger.starting("gather"):
+        with self._ledger.starting("gather", timeout_s) as started:
             work = self._comm.gather(output, input, root, timeout_s=timeout_s)
-        told = Told("gather", input, input, output, root=root)
-        return self._ledger.follow(work, told, timeout_s)
+            started.take(work, Told("gather", input, input, output, root=root))
+        return self._ledger.follow(started)
 
     def send(
         self, tensor: torch.Tensor, peer: int, tag: int = 0, *, timeout_s: float | None = None
     ) -> Work:
         """See `Communicator.send`."""
-        with self._ledger.starting("send"):
+        with self._ledger.messaging("send"):
             work = self._comm.send(tensor, peer, tag, timeout_s=timeout_s)
         return self._ledger.follow_messages(work, "send", [Send(tensor, peer, tag)], timeout_s)
 
@@ -212,31 +218,30 @@ class Recorded(PlacingInside):
         self, tensor: torch.Tensor, peer: int, tag: int = 0, *, timeout_s: float | None = None
     ) -> Work:
         """See `Communicator.recv`."""
-        with self._ledger.starting("recv"):
+        with self._ledger.messaging("recv"):
             work = self._comm.recv(tensor, peer, tag, timeout_s=timeout_s)
         return self._ledger.follow_messages(work, "recv", [Recv(tensor, peer, tag)], timeout_s)
 
     def exchange(self, messages: Sequence[Send | Recv], *, timeout_s: float | None = None) -> Work:
         """See `Communicator.exchange`."""
-        with self._ledger.starting("exchange"):
+        with self._ledger.messaging("exchange"):
             work = self._comm.exchange(messages, timeout_s=timeout_s)
         return self._ledger.follow_messages(work, "exchange", messages, timeout_s)
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """See `Communicator.barrier`."""
-        checks.check_timeout("barrier", timeout_s)
         if self._ledger.block is not None:
             self._comm.barrier(timeout_s=timeout_s)  # which raises
-        with self._ledger.blocking(Told("barrier"), timeout_s):
+        check = partial(checks.check_timeout, "barrier", timeout_s)
+        with self._ledger.blocking("barrier", check, timeout_s):
             self._comm.barrier(timeout_s=timeout_s)
 
     def split(self, color: int | None, key: int = 0) -> Recorded | None:
         """See `Communicator.split`; the part records to the same recorder, and verifies too."""
-        checks.check_color(color, key)
         if self._ledger.block is not None:
             self._comm.split(color, key)  # which raises
         verifier = self._ledger.verifier
-        with self._ledger.blocking(Told("split"), None):
+        with self._ledger.blocking("split", partial(checks.check_color, color, key)):
             part = self._comm.split(color, key)
             compared = verifier and verifier.calls.split(color, key)
         if part is None:
@@ -252,6 +257,8 @@ class Recorded(PlacingInside):
                 yield RecordedBlock(work, block)
             finally:
                 self._ledger.block = None
+            if block.error is not None:
+                raise block.error  # so that nothing of the block starts
         block.is_open = False
 
     def check(self, *, timeout_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The Work of a recorded operation: it completes the record, and compares before it waits."""
+"""The Work of a recorded operation: it completes the record, and compares messages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from trainwright.collectives.errors import CollectiveError
+from trainwright.collectives.errors import CollectiveError, UsageError
 from trainwright.collectives.flight import Record
 from trainwright.collectives.protocol import Work
 
 
 class Proof(Protocol):
-    """Something that shows that the ranks do the same."""
+    """Something that shows that both ends of a message are alike."""
 
     def settle(self, timeout_s: float | None) -> None:
         """Wait for it; raise where they do not."""
@@ -26,9 +26,10 @@ class Proof(Protocol):
 class Block:
     """A ``coalesce`` block; while it is open nothing inside may be waited for."""
 
-    __slots__ = ("is_open", "works")
+    __slots__ = ("error", "is_open", "works")
 
     def __init__(self) -> None:
+        self.error: UsageError | None = None
         self.is_open = True
         self.works: list[RecordedWork] = []
 
@@ -65,7 +66,7 @@ class RecordedWork:
         self._is_over = False
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Compare what the ranks called, then wait for the operation."""
+        """Compare what its messages are, then wait for the operation."""
         if self._block is not None and self._block.is_open:
             self._work.wait(timeout_s)  # which raises
         if self._is_over:
