@@ -1,6 +1,7 @@
 """Pipeline schedules as verified, simulated, drawn and executed data; the planning half."""
 
 from trainwright.pipeline_schedules.actions import NO_MICROBATCH, Action, Kind
+from trainwright.pipeline_schedules.costs import Costs
 from trainwright.pipeline_schedules.draw import draw
 from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.exchange import (
@@ -24,8 +25,9 @@ from trainwright.pipeline_schedules.layers import split_layers
 from trainwright.pipeline_schedules.lowering import lower
 from trainwright.pipeline_schedules.memory import Memory, peak_activations, peak_memory
 from trainwright.pipeline_schedules.notation import action_letters
+from trainwright.pipeline_schedules.pairs import unpaired
 from trainwright.pipeline_schedules.schedule import Schedule
-from trainwright.pipeline_schedules.simulate import Costs, Simulation, simulate
+from trainwright.pipeline_schedules.simulate import Simulation, simulate
 from trainwright.pipeline_schedules.verify import verify
 from trainwright.pipeline_schedules.weight_plan import WeightPlan
 from trainwright.pipeline_schedules.weight_traffic import WeightTraffic, peak_live, weight_traffic
@@ -62,6 +64,7 @@ __all__ = [
     "simulate",
     "split_layers",
     "to_csv",
+    "unpaired",
     "verify",
     "weight_traffic",
     "write_csv",

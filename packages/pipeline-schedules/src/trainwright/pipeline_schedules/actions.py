@@ -20,10 +20,10 @@ class Kind(enum.IntEnum):
     stage s goes to the rank of stage s+1, ``RECV_F`` of stage s comes from the rank of stage s-1,
     ``SEND_B`` of stage s goes to the rank of stage s-1, ``RECV_B`` of stage s comes from the rank
     of stage s+1. ``B`` is the whole backward; ``I`` (gradient of the stage's input) and ``W``
-    (gradient of its weights) are its two halves. ``F_PAIRED`` is reserved for a forward that
-    overlaps with the backward in the row below it. ``GATHER`` makes a stage's weights whole, which
-    data-parallel ranks share out, ``RELEASE`` gives up all but this rank's part; ``REDUCE`` adds
-    gradients over those ranks.
+    (gradient of its weights) are its two halves. ``F_PAIRED`` is a forward that overlaps with the
+    B or I in the row below it; the two run as one block. ``GATHER`` makes a stage's weights whole,
+    which data-parallel ranks share out, ``RELEASE`` gives up all but this rank's part; ``REDUCE``
+    adds gradients over those ranks.
     """
 
     F = 0
@@ -40,10 +40,16 @@ class Kind(enum.IntEnum):
     RELEASE = 11
 
 
-COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.F_PAIRED)
 """The kinds that take the device's time in a simulation."""
 
-WEIGHT_KINDS = (Kind.F, Kind.B, Kind.I)
+FORWARD_KINDS = (Kind.F, Kind.F_PAIRED)
+"""The kinds that run a stage forward."""
+
+BACKWARD_KINDS = (Kind.B, Kind.I)
+"""The kinds that make the gradient of a stage's input."""
+
+WEIGHT_KINDS = (*FORWARD_KINDS, *BACKWARD_KINDS)
 """The kinds that read weights, which therefore stand between GATHER and RELEASE.
 
 W multiplies what I left; where activations are recomputed, I does that.

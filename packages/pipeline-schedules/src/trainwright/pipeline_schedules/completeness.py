@@ -7,20 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwright.pipeline_schedules.actions import NO_MICROBATCH, STAGE_KINDS, Action, Kind
+from trainwright.pipeline_schedules.actions import (
+    BACKWARD_KINDS,
+    FORWARD_KINDS,
+    NO_MICROBATCH,
+    STAGE_KINDS,
+    Action,
+    Kind,
+)
 from trainwright.pipeline_schedules.dependencies import rows_of_kinds
 from trainwright.pipeline_schedules.errors import ScheduleError
+from trainwright.pipeline_schedules.pairs import pair_rows
 from trainwright.pipeline_schedules.schedule import Schedule
-
-_NOT_YET = (Kind.F_PAIRED,)
 
 
 def check_known(schedule: Schedule) -> None:
     """Every action names a stage of its rank and a microbatch that exist."""
     rows = schedule.packed
     ranks = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
-    not_yet = rows_of_kinds(rows, _NOT_YET)
-    _refuse(schedule, not_yet, "is of a kind that is reserved and not available yet")
     unknown = (rows[:, 1] < 0) | (rows[:, 1] >= schedule.num_stages)
     _refuse(schedule, unknown, f"names no stage between 0 and {schedule.num_stages - 1}")
     whole_stage = rows_of_kinds(rows, STAGE_KINDS)
@@ -42,8 +46,8 @@ def check_complete(schedule: Schedule) -> None:
     trained = 0 if schedule.forward_only else 1
     stages, microbatches = schedule.num_stages, schedule.num_microbatches
     every = np.ones((stages, 1), dtype=np.int64)
-    _check_counts(schedule, (Kind.F,), every)
-    _check_counts(schedule, (Kind.B, Kind.I), every * trained)
+    _check_counts(schedule, FORWARD_KINDS, every)
+    _check_counts(schedule, BACKWARD_KINDS, every * trained)
     input_gradients = _counts(schedule, (Kind.I,))
     _check_counts(schedule, (Kind.W,), input_gradients.reshape(stages, microbatches))
     ranks = np.asarray(schedule.rank_of_stage)
@@ -58,6 +62,18 @@ def check_complete(schedule: Schedule) -> None:
     if not schedule.lowered:
         stays = rows_of_kinds(schedule.packed, (Kind.GATHER, Kind.RELEASE))
         _refuse(schedule, stays, "has no business there: the schedule is not marked as lowered")
+
+
+def check_pairs(schedule: Schedule) -> None:
+    """Below each F_PAIRED stands the backward that it overlaps with, of something else."""
+    rows = schedule.packed
+    alone = rows[:, 0] == Kind.F_PAIRED
+    forwards = pair_rows(schedule)
+    alone[forwards] = False
+    _refuse(schedule, alone, "overlaps with nothing: a B or an I must stand in the row below it")
+    itself = np.zeros(len(rows), dtype=np.bool_)
+    itself[forwards] = (rows[forwards, 1:] == rows[forwards + 1, 1:]).all(axis=1)
+    _refuse(schedule, itself, "overlaps with its own backward, which needs it")
 
 
 def _counts(schedule: Schedule, kinds: Sequence[Kind]) -> NDArray[np.int64]:
@@ -75,7 +91,8 @@ def _check_counts(schedule: Schedule, kinds: Sequence[Kind], expected: NDArray[n
         return
     stage, microbatch = (int(number) for number in wrong[0])
     wanted = int(np.broadcast_to(expected, counts.shape)[stage, microbatch])
-    names = [str(Action(kind, stage, microbatch)) for kind in kinds]
+    named = [kind for kind in kinds if kind != Kind.F_PAIRED]
+    names = [str(Action(kind, stage, microbatch)) for kind in named]
     places = _places(schedule, kinds, stage, microbatch)
     more = f" ({len(wrong)} such places)" if len(wrong) > 1 else ""
     rank = schedule.rank_of_stage[stage]

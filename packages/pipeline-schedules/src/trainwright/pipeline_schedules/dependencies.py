@@ -9,7 +9,13 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwright.pipeline_schedules.actions import COMPUTE_KINDS, Kind
+from trainwright.pipeline_schedules.actions import (
+    BACKWARD_KINDS,
+    COMPUTE_KINDS,
+    FORWARD_KINDS,
+    Kind,
+)
+from trainwright.pipeline_schedules.pairs import pair_rows
 from trainwright.pipeline_schedules.schedule import Rows, Schedule
 
 RowNumbers = NDArray[np.int32]
@@ -149,7 +155,7 @@ def waits(schedule: Schedule, latency: NDArray[np.float64] | float = 0.0) -> tup
     and I the B or I of the stage behind; where the schedule is lowered and the stages are on
     different ranks the receive stands between, and waits for its send. The second holds what comes
     from the own stage: for B and I the F, for W the I, for a send what it sends, for a reduction
-    its last weight gradient.
+    its last weight gradient; and for the forward of a pair what its backward gets from behind.
 
     Args:
         schedule: Known to be complete.
@@ -159,8 +165,8 @@ def waits(schedule: Schedule, latency: NDArray[np.float64] | float = 0.0) -> tup
     none = schedule.num_actions
     ranks = np.asarray(schedule.rank_of_stage)
     crosses = ranks[1:] != ranks[:-1]
-    forward = row_table(schedule, (Kind.F,), none)
-    backward = row_table(schedule, (Kind.B, Kind.I), none)
+    forward = row_table(schedule, FORWARD_KINDS, none)
+    backward = row_table(schedule, BACKWARD_KINDS, none)
     # Row s of these: what stage s gets from the stage before, or from the stage behind.
     from_before = np.full_like(forward, none)
     from_before[1:] = forward[:-1]
@@ -178,12 +184,28 @@ def waits(schedule: Schedule, latency: NDArray[np.float64] | float = 0.0) -> tup
         _fill(own, schedule, (Kind.SEND_F,), forward)
         _fill(own, schedule, (Kind.SEND_B,), backward)
         _fill_reductions(own, schedule)
-    _fill(neighbour, schedule, (Kind.F,), from_before)
-    _fill(neighbour, schedule, (Kind.B, Kind.I), from_behind)
-    _fill(own, schedule, (Kind.B, Kind.I), forward)
+    _fill(neighbour, schedule, FORWARD_KINDS, from_before)
+    _fill(neighbour, schedule, BACKWARD_KINDS, from_behind)
+    _fill(own, schedule, BACKWARD_KINDS, forward)
     _fill(own, schedule, (Kind.W,), backward)
     delay = _delays(schedule, np.where(crosses, latency, 0.0))
-    return Waits(neighbour, delay), Waits(own)
+    return Waits(neighbour, delay), _with_pairs(schedule, own, neighbour, delay)
+
+
+def _with_pairs(
+    schedule: Schedule,
+    own: RowNumbers,
+    neighbour: RowNumbers,
+    delay: NDArray[np.float64] | None,
+) -> Waits:
+    """Let the forward of a pair, which needs nothing of its own stage, wait for its backward's."""
+    forwards = pair_rows(schedule)
+    own[forwards] = neighbour[forwards + 1]
+    if delay is None or not len(forwards):
+        return Waits(own)
+    own_delay = np.zeros_like(delay)
+    own_delay[forwards] = delay[forwards + 1]
+    return Waits(own, own_delay)
 
 
 def _fill(needs: RowNumbers, schedule: Schedule, kinds: Sequence[Kind], table: RowNumbers) -> None:
@@ -226,9 +248,9 @@ def _delays(schedule: Schedule, hop: NDArray[np.float64]) -> NDArray[np.float64]
         return None
     rows = schedule.packed
     delay = np.zeros(schedule.num_actions)
-    chosen = np.flatnonzero(rows[:, 0] == Kind.F)
+    chosen = np.flatnonzero(rows_of_kinds(rows, FORWARD_KINDS))
     delay[chosen] = np.concatenate([[0.0], hop])[rows[chosen, 1]]
-    chosen = np.flatnonzero(rows_of_kinds(rows, (Kind.B, Kind.I)))
+    chosen = np.flatnonzero(rows_of_kinds(rows, BACKWARD_KINDS))
     delay[chosen] = np.concatenate([hop, [0.0]])[rows[chosen, 1]]
     return delay
 

@@ -32,10 +32,11 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe-V: forwards of one chunk overlap with backwards of the other, on a V.
 
-    Pairs (F_PAIRED and the B below it) are blocks that all-to-all transfers of experts can hide
-    in. In costs of a chunk, B the whole backward and F&B a pair, the makespan is ``(ranks - 1)
-    (F&B + B - 3 W)`` above the work of unpaired forwards and backwards and pairs; so it pays where
-    F&B is less than F + B. A rank holds up to ``2 ranks + 1`` chunks' activations. The counts hold
+    Pairs (F_PAIRED and the B below it) are blocks in which the all-to-all transfers of experts can
+    hide. In costs of a chunk, B the whole backward and F&B a pair, the rank at the tip of the V,
+    which idles most, idles ``(ranks - 1) (F&B + B - 3 W)`` where F = I (less where I is larger,
+    because the tip's first forward and backward are no pair, as in DeepSeek's program); so it pays
+    where F&B is less than F + B. A rank holds up to ``2 ranks + 1`` chunks' activations. All that
     from ``2 ranks`` microbatches on; with fewer it is the same order without those that are not
     there.
 

@@ -6,9 +6,20 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwright.pipeline_schedules.actions import NO_MICROBATCH, Kind
-from trainwright.pipeline_schedules.dependencies import Stuck, earliest_times, waits
+from trainwright.pipeline_schedules.actions import (
+    BACKWARD_KINDS,
+    FORWARD_KINDS,
+    NO_MICROBATCH,
+    Kind,
+)
+from trainwright.pipeline_schedules.dependencies import (
+    Stuck,
+    earliest_times,
+    rows_of_kinds,
+    waits,
+)
 from trainwright.pipeline_schedules.errors import ScheduleError
+from trainwright.pipeline_schedules.pairs import as_blocks, begin_together, pair_rows
 from trainwright.pipeline_schedules.schedule import Rows, Schedule
 from trainwright.pipeline_schedules.stays import stays_under
 from trainwright.pipeline_schedules.verify import verify
@@ -17,7 +28,7 @@ from trainwright.pipeline_schedules.weight_plan import WeightPlan
 # At one instant messages come first, so that what is ready travels before the next computation,
 # and a release before the gather that needs its room.
 _MESSAGE, _RELEASE, _REDUCTION, _GATHER, _COMPUTATION = range(5)
-_EXPECTED_COST = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+_EXPECTED_COST = {Kind.F: 1.0, Kind.F_PAIRED: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
 
 
 def lower(schedule: Schedule, weights: WeightPlan | None = None) -> Schedule:
@@ -87,8 +98,12 @@ def _expected_times(schedule: Schedule) -> tuple[NDArray[np.float64], NDArray[np
     for kind, cost in _EXPECTED_COST.items():
         cost_of_kind[kind] = cost
     durations = cost_of_kind[schedule.packed[:, 0]]
-    times = earliest_times(schedule.offsets, durations, waits(schedule))
+    forwards = pair_rows(schedule)
+    blocks = as_blocks(durations, forwards, durations[forwards] + durations[forwards + 1])
+    times = earliest_times(schedule.offsets, blocks, waits(schedule))
     assert not isinstance(times, Stuck), "a verified schedule runs to its end"
+    # So that nothing comes between the two rows of a pair.
+    begin_together(times[0], forwards)
     return times
 
 
@@ -96,8 +111,8 @@ def _messages(schedule: Schedule, ends: NDArray[np.float64]) -> list[_Events]:
     """Both ends of every transfer, at the time when the sender is done."""
     rows = schedule.packed
     owner = np.asarray(schedule.rank_of_stage)
-    forward = rows[:, 0] == Kind.F
-    backward = (rows[:, 0] == Kind.B) | (rows[:, 0] == Kind.I)
+    forward = rows_of_kinds(rows, FORWARD_KINDS)
+    backward = rows_of_kinds(rows, BACKWARD_KINDS)
     events = []
     for producers, step, send, recv in (
         (forward, 1, Kind.SEND_F, Kind.RECV_F),

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwright.pipeline_schedules.actions import Kind
+from trainwright.pipeline_schedules.actions import FORWARD_KINDS, Kind
 from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.schedule import Schedule
 
@@ -66,7 +66,7 @@ def peak_memory(schedule: Schedule, memory: Memory = UNIT_MEMORY) -> NDArray[np.
     first = per_stage("forward_to_input", memory.forward_to_input, schedule.num_stages)
     second = per_stage("input_to_weight", memory.input_to_weight, schedule.num_stages)
     change_of_kind = np.zeros((max(Kind) + 1, schedule.num_stages))
-    change_of_kind[Kind.F] = first
+    change_of_kind[list(FORWARD_KINDS)] = first
     change_of_kind[Kind.B] = -first
     change_of_kind[Kind.I] = second - first
     change_of_kind[Kind.W] = -second
@@ -83,7 +83,7 @@ def peak_activations(schedule: Schedule) -> NDArray[np.int64]:
     """The most microbatches each stage holds between their F and their B or W: ``[stages]``."""
     rows = schedule.packed
     change_of_kind = np.zeros(max(Kind) + 1, dtype=np.int64)
-    change_of_kind[Kind.F] = 1
+    change_of_kind[list(FORWARD_KINDS)] = 1
     change_of_kind[[Kind.B, Kind.W]] = -1
     by_stage = rows[np.argsort(rows[:, 1], kind="stable")]
     bounds = np.searchsorted(by_stage[:, 1], np.arange(schedule.num_stages + 1))

@@ -15,6 +15,7 @@ from trainwright.pipeline_schedules.dependencies import (
     rows_by_stage,
     rows_of_kinds,
 )
+from trainwright.pipeline_schedules.pairs import pair_rows
 from trainwright.pipeline_schedules.schedule import Rows, Schedule
 
 _MOVES = (Kind.GATHER, Kind.REDUCE)
@@ -79,6 +80,11 @@ def _fill_gathers(needs: RowNumbers, lowered: Schedule, row_of: NDArray[np.int64
     inside = latest >= np.repeat(bounds[:-1], np.diff(bounds))
     reads = inside & ~is_gather
     needs[row_of[chosen[reads]]] = row_of[chosen[latest[reads]]]
+    # A pair waits for both; the lane gathers in order, so for the later one of the two.
+    forwards = row_of[pair_rows(lowered)]
+    gathered = np.where(needs == len(needs), -1, needs)
+    later = np.maximum(gathered[forwards], gathered[forwards + 1])
+    needs[forwards] = np.where(later < 0, len(needs), later)
 
 
 def _fill_computed_before(

@@ -3,76 +3,31 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.pipeline_schedules.actions import Kind
+from trainwright.pipeline_schedules.costs import UNIT_COSTS, Costs
 from trainwright.pipeline_schedules.dependencies import (
     Stuck,
+    Waits,
     earliest_times,
     only_compute,
     rows_of_kinds,
     waits,
 )
 from trainwright.pipeline_schedules.errors import ScheduleError
-from trainwright.pipeline_schedules.memory import as_value, peak_activations, per_stage
+from trainwright.pipeline_schedules.memory import Memory, peak_activations, peak_memory
 from trainwright.pipeline_schedules.moves import beside_computation
+from trainwright.pipeline_schedules.pairs import as_blocks, pair_rows, share_blocks
 from trainwright.pipeline_schedules.schedule import Schedule
 from trainwright.pipeline_schedules.verify import verify
 
 Times = NDArray[np.float64]
 """One time for each row of the packed schedule, float64 ``[n]``, read-only."""
-
-
-@attrs.frozen
-class Costs:
-    """What actions cost, in any unit of time; each one number or one for each stage.
-
-    Args:
-        forward: F.
-        input_gradient: I.
-        weight_gradient: W.
-        backward: B, the whole backward; None for the sum of I and W.
-        latency: Time from the end of an action until its result is on another rank; one number or
-            one for each boundary between stages (``stages - 1``). Transfers overlap computation
-            and do not wait for each other.
-        gather: GATHER, from when it may start until the weights are whole.
-        reduce: REDUCE. Of a lowered schedule; both run beside the computation, on each rank one
-            after the other in the order of its list.
-    """
-
-    forward: float | tuple[float, ...] = attrs.field(default=1.0, converter=as_value)
-    input_gradient: float | tuple[float, ...] = attrs.field(default=1.0, converter=as_value)
-    weight_gradient: float | tuple[float, ...] = attrs.field(default=1.0, converter=as_value)
-    backward: float | tuple[float, ...] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(as_value)
-    )
-    latency: float | tuple[float, ...] = attrs.field(default=0.0, converter=as_value)
-    gather: float | tuple[float, ...] = attrs.field(default=0.0, converter=as_value)
-    reduce: float | tuple[float, ...] = attrs.field(default=0.0, converter=as_value)
-
-    def table(self, stages: int) -> NDArray[np.float64]:
-        """Cost of each kind on each stage, float64 ``[kinds, stages]``; 0 for other kinds.
-
-        Raises:
-            ScheduleError: Negative or infinite costs, or not one for each stage.
-        """
-        table = np.zeros((max(Kind) + 1, stages))
-        table[Kind.F] = per_stage("forward", self.forward, stages)
-        table[Kind.I] = per_stage("input_gradient", self.input_gradient, stages)
-        table[Kind.W] = per_stage("weight_gradient", self.weight_gradient, stages)
-        table[Kind.B] = table[Kind.I] + table[Kind.W]
-        if self.backward is not None:
-            table[Kind.B] = per_stage("backward", self.backward, stages)
-        table[Kind.GATHER] = per_stage("gather", self.gather, stages)
-        table[Kind.REDUCE] = per_stage("reduce", self.reduce, stages)
-        return table
-
-
-UNIT_COSTS = Costs()
-"""F = I = W = 1, B = 2, transfers, gathers and reductions take no time."""
 
 
 def _read_only(times: Times) -> Times:
@@ -88,7 +43,8 @@ _same_times = attrs.cmp_using(eq=np.array_equal)
 class Simulation:
     """A run of a schedule on a time axis: when each action starts and ends.
 
-    Bubbles compare with the ideal: the work of the busiest rank without any waiting.
+    Bubbles compare with the ideal: the work of the busiest rank without any waiting. A pair is one
+    block; its time is shared out between its two rows, in proportion to what they cost alone.
 
     Args:
         schedule: The computing actions.
@@ -152,9 +108,18 @@ class Simulation:
         return (self.span - self.ideal) / self.ideal
 
     @property
+    def span_bubble_fraction(self) -> float:
+        """Time of the span above the ideal, over the span."""
+        return (self.span - self.ideal) / self.span
+
+    @property
     def peak_activations(self) -> tuple[int, ...]:
         """For each stage the most microbatches held between F and the last gradient."""
         return tuple(peak_activations(self.schedule).tolist())
+
+    def peak_memory(self, memory: Memory) -> tuple[float, ...]:
+        """For each rank the most it holds of what ``memory`` counts, such as bytes; see there."""
+        return tuple(peak_memory(self.schedule, memory).tolist())
 
     def _bounds_of_ranks(self) -> list[tuple[float, float]]:
         """The first start and the last end of each rank; of an idle one infinity and 0."""
@@ -184,9 +149,9 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Simulation:
 
     Args:
         schedule: Any schedule that verifies; of a lowered one the computing actions are run, its
-            transfers being what ``latency`` speaks of, and, where they cost time, its gathers and
-            reductions beside them: a computation waits for the gather of its weights, and a gather
-            or reduction for the computation that stands before it.
+            transfers being what ``costs`` has for boundaries, and, where they cost time, its
+            gathers and reductions beside them: a computation waits for the gather of its weights,
+            and a gather or reduction for the computation that stands before it.
         costs: What actions cost.
 
     Raises:
@@ -199,19 +164,39 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Simulation:
     durations = table[rows[:, 0], rows[:, 1]]
     if not durations.any():
         raise ScheduleError(f"some action must cost time, got {costs}")
-    latency = np.zeros(0)
-    if schedule.num_stages > 1:
-        latency = per_stage("latency", costs.latency, schedule.num_stages - 1)
-    needed = waits(computing, latency)
+    forwards = pair_rows(computing)
+    lengths = durations[forwards] + durations[forwards + 1]
+    of_pairs = costs.pairs(schedule.num_stages)
+    if of_pairs is not None:
+        lengths = of_pairs[rows[forwards, 1]]
+    blocks = as_blocks(durations, forwards, lengths)
+    needed = waits(computing, costs.transfers(schedule.num_stages))
+    starts, ends, moves = _run(schedule, computing, blocks, needed, table)
+    share_blocks(starts, ends, forwards, durations)
+    return Simulation(computing, starts, ends, moves)
+
+
+def _run(
+    schedule: Schedule,
+    computing: Schedule,
+    durations: Times,
+    needed: Sequence[Waits],
+    table: NDArray[np.float64],
+) -> tuple[Times, Times, Simulation | None]:
+    """Starts and ends of the computations, and a run of the moves beside them if they cost time."""
+    offsets = computing.offsets
     moved = schedule.packed[rows_of_kinds(schedule.packed, (Kind.GATHER, Kind.REDUCE))]
-    if not table[moved[:, 0], moved[:, 1]].any():
-        times = earliest_times(computing.offsets, durations, needed)
-        assert not isinstance(times, Stuck), "a verified schedule runs to its end"
-        return Simulation(computing, *times)
-    lanes = beside_computation(schedule, computing, needed)
-    durations = np.concatenate([durations, table[moved[:, 0], moved[:, 1]]])
-    times = earliest_times(lanes.offsets, durations, lanes.waits)
+    cost_of_moves = table[moved[:, 0], moved[:, 1]]
+    lanes = None
+    if cost_of_moves.any():
+        lanes = beside_computation(schedule, computing, needed)
+        durations = np.concatenate([durations, cost_of_moves])
+        offsets, needed = lanes.offsets, lanes.waits
+    times = earliest_times(offsets, durations, needed)
     assert not isinstance(times, Stuck), "a verified schedule runs to its end"
     starts, ends = times
-    moves = Simulation(lanes.moves, starts[len(rows) :], ends[len(rows) :])
-    return Simulation(computing, starts[: len(rows)], ends[: len(rows)], moves)
+    if lanes is None:
+        return starts, ends, None
+    number = computing.num_actions
+    moves = Simulation(lanes.moves, starts[number:], ends[number:])
+    return starts[:number], ends[:number], moves

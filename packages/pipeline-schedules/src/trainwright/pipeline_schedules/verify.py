@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from trainwright.pipeline_schedules.completeness import check_complete, check_known
+from trainwright.pipeline_schedules.completeness import check_complete, check_known, check_pairs
 from trainwright.pipeline_schedules.deadlock import check_channels, check_ordered, check_runs
 from trainwright.pipeline_schedules.dependencies import waits
 from trainwright.pipeline_schedules.errors import ScheduleError
@@ -38,6 +38,8 @@ def verify(
     - Complete: each stage has for each microbatch exactly one F and one B (or one I and one W); a
       lowered schedule exactly one send and one receive for each boundary between ranks, and one
       reduction a stage or one for each microbatch.
+    - Paired: right below each F_PAIRED stands a B or I, of another microbatch or stage. The two are
+      one block: it starts when what either needs is there, and makes what either makes at its end.
     - Ordered: on its rank, an action stands after everything it needs; of several reductions of a
       stage each between its weight gradient and the next.
     - Gathered: GATHER and RELEASE of a stage alternate, every F, B and I of it stands between
@@ -63,6 +65,7 @@ def verify(
     capacity = _capacity(send)
     check_known(schedule)
     check_complete(schedule)
+    check_pairs(schedule)
     needed = waits(schedule)
     check_ordered(schedule, needed)
     if schedule.lowered:

@@ -9,6 +9,7 @@ from trainwright.pipeline_schedules.actions import WEIGHT_KINDS, Action, Kind
 from trainwright.pipeline_schedules.completeness import placed
 from trainwright.pipeline_schedules.dependencies import rows_by_stage, rows_of_kinds
 from trainwright.pipeline_schedules.errors import ScheduleError
+from trainwright.pipeline_schedules.pairs import pair_rows
 from trainwright.pipeline_schedules.schedule import Schedule
 from trainwright.pipeline_schedules.weight_plan import WeightPlan
 from trainwright.pipeline_schedules.weight_traffic import peak_live, weight_counts
@@ -99,12 +100,22 @@ def check_plan(schedule: Schedule, plan: WeightPlan) -> None:
             )
     if plan.keep is None:
         return
-    live, most = peak_live(schedule), max(plan.keep, 1)
+    live, most = peak_live(schedule), np.maximum(plan.keep, _read_at_once(schedule))
     for rank in np.flatnonzero(live > most).tolist():
         raise ScheduleError(
             f"rank {rank} has up to {live[rank]} chunks gathered at once, the weight plan allows "
-            f"{most}"
+            f"{most[rank]}"
         )
+
+
+def _read_at_once(schedule: Schedule) -> NDArray[np.int64]:
+    """The most stages that one action of each rank reads: 1, or 2 where it has a pair of two."""
+    forwards = pair_rows(schedule)
+    stages = schedule.packed[:, 1]
+    two = forwards[stages[forwards] != stages[forwards + 1]]
+    most = np.ones(schedule.num_ranks, dtype=np.int64)
+    most[np.searchsorted(schedule.offsets, two, side="right") - 1] = 2
+    return most
 
 
 def _check_gathers(schedule: Schedule, plan: WeightPlan, gathers: NDArray[np.int64]) -> None:
