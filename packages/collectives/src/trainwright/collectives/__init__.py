@@ -2,6 +2,7 @@
 
 from trainwright.collectives import (
     algorithms,
+    buckets,
     codec,
     cost,
     differentiable,
@@ -59,6 +60,7 @@ __all__ = [
     "all_gather_object",
     "all_gather_uneven",
     "broadcast_object",
+    "buckets",
     "codec",
     "cost",
     "differentiable",
