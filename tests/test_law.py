@@ -12,7 +12,7 @@ import torch
 
 from tests.layouts import steps_in_layout, steps_in_processes, trajectory
 from tests.serial import GROUPED, Outcome, SerialRun, Snapshot, learning_rate, settings
-from trainwright.integration.config import RunConfig
+from trainwright.integration.config import SCHEDULES, RunConfig
 from trainwright.integration.model import ModelShape
 
 STEPS = (0, 1, 5, 20, 50)
@@ -58,6 +58,7 @@ SAMPLE = [
     ),
     ("dp=2", {"microbatches": 4, "schedule": "sequential", "zero": 1}),
     ("tp=8", {"microbatches": 1}),
+    ("dp=2,pp=2", {"microbatches": 3, "schedule": "interleaved-1f1b", "chunks": 3, "zero": 1}),
     ("tp=3,pp=2", {"microbatches": 3, "sequence_parallel": True, "recompute": "every-2"}),
     (
         "dp=2,tp=2,pp=2",
@@ -71,6 +72,21 @@ SEQUENCE_PARALLEL = [
     )
     for zero in (0, 1, 2, 3)
     for tp, pp, recompute in ((2, 1, "none"), (2, 2, "full"), (3, 1, "every-2"), (4, 1, "none"))
+]
+SCHEDULED: list[tuple[str, dict[str, object]]] = [
+    (layout, {"schedule": schedule, "microbatches": 3, "model": model, **variant})
+    for schedule in SCHEDULES
+    for layout, model, variant in (
+        ("pp=4", "tiny", {"microbatches": 4}),
+        ("dp=2,pp=2", "tiny", {"zero": 1, "recompute": "every-2"}),
+        ("dp=2,tp=2,pp=2", "tiny-tied", {"zero": 2}),
+        ("dp=2,pp=2", "tiny", {"zero": 2, "reduce": "microbatch"}),
+        ("dp=2,tp=2,pp=2", "tiny-tied", {"zero": 3, "sequence_parallel": True}),
+        ("dp=2,pp=3", "tiny", {"microbatches": 2, "zero": 3, "recompute": "full"}),
+        ("dp=2,pp=2", "tiny-tied", {"zero": 3, "gather": "action", "reduce": "microbatch"}),
+        ("dp=2,pp=2", "tiny", {"zero": 3, "gather": "unit", "recompute": "full"}),
+        ("dp=2", "tiny-tied", {"zero": 3, "microbatches": 2}),
+    )
 ]
 IN_PROCESSES: list[tuple[str, dict[str, object]]] = [
     ("dp=2,pp=2", {"microbatches": 3, "zero": 3}),
@@ -264,6 +280,14 @@ def test_one_step_in_every_layout_is_the_serial_step(
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "variant"), SEQUENCE_PARALLEL)
 def test_one_step_with_sequence_parallelism_at_every_stage_is_the_serial_step(
+    layout: str, variant: dict[str, object]
+) -> None:
+    assert_same_steps(settings(layout=layout, dtype="float64", **variant))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "variant"), SCHEDULED)
+def test_one_step_of_every_schedule_with_every_way_to_share_states_out_is_the_serial_step(
     layout: str, variant: dict[str, object]
 ) -> None:
     assert_same_steps(settings(layout=layout, dtype="float64", **variant))

@@ -65,6 +65,28 @@ def test_a_setting_out_of_range_names_option_value_and_rule(
 
 
 @pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schedule": "zb-v", "chunks": 3}, ["zb-v", "has 2 a rank", "interleaved-1f1b"]),
+        ({"schedule": "1f1b", "chunks": 2}, ["1f1b", "has 1 a rank"]),
+        ({"schedule": "zb-v", "layout": "pp=3"}, ["pp=3 x 2 chunks", "has 4", "up to 2"]),
+        (
+            {"schedule": "breadth-first", "chunks": 5},
+            ["pp=1 x 5 chunks", "has 4", "--chunks up to 4"],
+        ),
+    ],
+)
+def test_a_schedule_that_wants_other_chunks_or_more_layers_says_how_many(
+    changes: dict[str, object], words: list[str]
+) -> None:
+    config = RunConfig(**changes)
+    with pytest.raises(ConfigError) as caught:
+        check_fits(config.shape, config.mesh, config)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"gather": "unit", "zero": 2},

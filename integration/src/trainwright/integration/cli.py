@@ -119,6 +119,7 @@ _NUMBERS: tuple[tuple[str, type, str], ...] = (
     ("microbatches", int, "microbatches a data rank makes of its share"),
     ("global_batch", int, "sequences a step over all data ranks"),
     ("sequence_length", int, "bytes a sequence"),
+    ("chunks", int, "stages a pipeline rank, where the schedule leaves a choice (default 2)"),
     ("lr", float, "peak learning rate"),
     ("warmup", int, "updates of rising learning rate (default 50, at most a quarter of all)"),
     ("weight_decay", float, "decay of matrices"),

@@ -15,10 +15,11 @@ from trainwright.checkpointing.activations import parse_policy
 from trainwright.integration.data.reader import check_batch
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.model import ModelShape, preset
+from trainwright.pipeline_schedules import GENERATORS
 from trainwright.sharding import MeshShape
 
 DTYPES = ("float32", "float64", "bfloat16")
-SCHEDULES = ("1f1b", "gpipe", "sequential")
+SCHEDULES = tuple(name for name in GENERATORS if name != "forward-only")
 ZERO_STAGES = (0, 1, 2, 3)
 GATHERS = ("auto", "step", "action", "unit")
 REDUCTIONS = ("step", "microbatch")
@@ -75,6 +76,8 @@ class RunConfig:
         reduce: whether gradients are added over data ranks once a ``step``, or after each
             ``microbatch``, so that stages 2 and 3 keep a part of them only.
         schedule: pipeline schedule.
+        chunks: stages of the pipeline that each of its ranks holds; None for as many as the
+            schedule has, 2 where any number works.
         recompute: ``none``, ``full`` or ``every-K`` layers.
         save_every: steps between checkpoints; 0 saves at the end only.
         evaluate_sequences: held-out sequences that are evaluated.
@@ -104,6 +107,7 @@ class RunConfig:
     gather: str = attrs.field(default="auto", validator=_one_of(GATHERS))
     reduce: str = attrs.field(default="step", validator=_one_of(REDUCTIONS))
     schedule: str = attrs.field(default="1f1b", validator=_one_of(SCHEDULES))
+    chunks: int | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))
     recompute: str = "none"
     save_every: int = attrs.field(default=0, validator=_not_negative)
     evaluate_sequences: int = attrs.field(default=512, validator=_positive)
@@ -116,6 +120,11 @@ class RunConfig:
             return MeshShape.parse(self.layout)
         except (ValueError, NotImplementedError) as error:
             raise ConfigError(f"--layout {self.layout}: {error}") from error
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline over all of its ranks."""
+        return self.mesh.pp * (self.chunks or GENERATORS[self.schedule].chunks or 2)
 
     @property
     def warmup_steps(self) -> int:
@@ -170,7 +179,7 @@ def _check_kind(name: str, value: object, default: object) -> None:
     # The kinds are those of the defaults: text, whole numbers, numbers, or None.
     kinds: tuple[type, ...] = {int: (int,), float: (int, float)}.get(type(default), (str,))
     if default is None:
-        kinds = (int, type(None)) if name == "warmup" else (str, type(None))
+        kinds = (int, type(None)) if name in ("warmup", "chunks") else (str, type(None))
     if isinstance(default, bool):
         kinds = (bool,)
     if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
@@ -197,11 +206,7 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
                 f"{config.model}; tp up to {size} works"
             )
     _check_sequence(mesh, config)
-    if mesh.pp > shape.layers:
-        raise ConfigError(
-            f"--layout {config.layout}: pp={mesh.pp} stages need at least as many layers, model "
-            f"{config.model} has {shape.layers}; pp up to {shape.layers} works"
-        )
+    _check_pipeline(shape, mesh, config)
     check_batch(config.global_batch, mesh.dp, config.microbatches)
     _check_sharding(mesh, config)
     if config.warmup_steps > config.steps:
@@ -213,6 +218,25 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
         parse_policy(config.recompute)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"--recompute {config.recompute}: {error}") from error
+
+
+def _check_pipeline(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
+    only = GENERATORS[config.schedule].chunks
+    if only is not None and config.chunks not in (None, only):
+        raise ConfigError(
+            f"--chunks {config.chunks}: schedule {config.schedule} has {only} a rank; "
+            "interleaved-1f1b and breadth-first take any number"
+        )
+    stages = config.num_stages
+    if stages > shape.layers:
+        chunks = stages // mesh.pp
+        counted = f"pp={mesh.pp}" if chunks == 1 else f"pp={mesh.pp} x {chunks} chunks"
+        most = shape.layers // chunks
+        way_out = f"pp up to {most} works" if most else f"--chunks up to {shape.layers} works"
+        raise ConfigError(
+            f"--layout {config.layout}: {counted} stages need at least as many layers, model "
+            f"{config.model} has {shape.layers}; {way_out}"
+        )
 
 
 def _check_sharding(mesh: MeshShape, config: RunConfig) -> None:

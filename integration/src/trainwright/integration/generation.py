@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from trainwright.collectives import random
+from trainwright.integration.model import DecoderStage
 from trainwright.integration.model.blocks import at_least_float32
 from trainwright.integration.parts import Parts, local_positions, whole_weights
 
@@ -43,38 +44,45 @@ def _next_token(parts: Parts, tokens_BS: torch.Tensor, position: int, temperatur
     if parts.config.sequence_parallel:
         # Ranks have fixed parts of the positions; what follows a position does not change it.
         tokens_BS = F.pad(tokens_BS, (0, parts.config.sequence_length - tokens_BS.shape[1]))
-    output = _through_stages(parts, tokens_BS)
-    pipeline = parts.mesh.communicator("pp")
+    output_BSV = _through_stages(parts, tokens_BS)
     chosen = torch.zeros(1, dtype=torch.int64, device=tokens_BS.device)
-    if parts.stage.is_last:
-        local_V = at_least_float32(output[0, last]).contiguous()
-        logits_V = parts.stage.layers.join_vocabulary(local_V, parts.stage.shape.vocabulary)
+    ranks = parts.executor.schedule.rank_of_stage
+    if output_BSV is not None:
+        stage = parts.model.stages[len(ranks) - 1]
+        local_V = at_least_float32(output_BSV[0, last]).contiguous()
+        logits_V = stage.layers.join_vocabulary(local_V, stage.shape.vocabulary)
         # Zero separates files and is no byte of text.
         logits_V[0] = float("-inf")
         steps = torch.softmax(logits_V.double() / temperature, 0).cumsum(0)
         key = random.Key(parts.config.seed, "sample", position)
         draw = random.uniform(key, (1,), dtype=torch.float64, device=steps.device)
         chosen = torch.searchsorted(steps, draw).clamp_(max=len(steps) - 1)
-    pipeline.broadcast(chosen, pipeline.size - 1).wait()
+    parts.mesh.communicator("pp").broadcast(chosen, ranks[-1]).wait()
     return int(chosen)
 
 
-def _through_stages(parts: Parts, tokens_BS: torch.Tensor) -> torch.Tensor:
+def _through_stages(parts: Parts, tokens_BS: torch.Tensor) -> torch.Tensor | None:
+    """Run one sequence through all stages; return the logits on the rank of the last one."""
     pipeline = parts.mesh.communicator("pp")
-    hidden_BSD = None
-    if not parts.stage.is_first:
-        positions = tokens_BS.shape[1]
-        if parts.config.sequence_parallel:
-            positions = local_positions(parts.config, parts.mesh)
-        shape = (len(tokens_BS), positions, parts.stage.shape.width)
-        hidden_BSD = torch.empty(shape, dtype=_compute_dtype(parts), device=tokens_BS.device)
-        pipeline.recv(hidden_BSD, pipeline.rank - 1).wait()
-    output: torch.Tensor = parts.stage(hidden_BSD, tokens_BS=tokens_BS)
-    if not parts.stage.is_last:
-        pipeline.send(output.contiguous(), pipeline.rank + 1).wait()
-    return output
+    ranks = parts.executor.schedule.rank_of_stage
+    hidden_BSD: torch.Tensor | None = None
+    for number, stage in sorted(parts.model.stages.items()):
+        if number > 0 and ranks[number - 1] != pipeline.rank:
+            hidden_BSD = _new_hidden(parts, stage, tokens_BS)
+            pipeline.recv(hidden_BSD, ranks[number - 1]).wait()
+        hidden_BSD = stage(hidden_BSD, tokens_BS=tokens_BS)
+        if stage.is_last:
+            return hidden_BSD
+        if ranks[number + 1] != pipeline.rank:
+            assert hidden_BSD is not None
+            pipeline.send(hidden_BSD.contiguous(), ranks[number + 1]).wait()
+    return None
 
 
-def _compute_dtype(parts: Parts) -> torch.dtype:
-    matrices = (p.dtype for p in parts.stage.parameters() if p.dim() > 1)
-    return next(matrices)
+def _new_hidden(parts: Parts, stage: DecoderStage, tokens_BS: torch.Tensor) -> torch.Tensor:
+    positions = tokens_BS.shape[1]
+    if parts.config.sequence_parallel:
+        positions = local_positions(parts.config, parts.mesh)
+    matrices = (p.dtype for p in stage.parameters() if p.dim() > 1)
+    shape = (len(tokens_BS), positions, stage.shape.width)
+    return torch.empty(shape, dtype=next(matrices), device=tokens_BS.device)

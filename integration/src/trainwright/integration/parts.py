@@ -8,9 +8,11 @@ from typing import Any
 
 import attrs
 import torch
+from torch import nn
 
 from trainwright.checkpointing.activations import parse_policy
 from trainwright.collectives import Communicator
+from trainwright.integration.chunks import Chunks, join, tie
 from trainwright.integration.config import RunConfig, check_fits
 from trainwright.integration.data import Corpus, Reader
 from trainwright.integration.feed import Feed
@@ -23,26 +25,18 @@ from trainwright.integration.model import (
     initializer,
 )
 from trainwright.pipeline_schedules import (
+    GENERATORS,
     Schedule,
     WeightPlan,
-    gpipe,
     lower,
-    one_f_one_b,
-    sequential,
     split_layers,
 )
 from trainwright.pipeline_schedules.execute import BoundarySpec, PipelineExecutor, TensorSpec
 from trainwright.precision import policy
-from trainwright.sharding import Mesh, ParameterPlacement, Partial, placements_of
+from trainwright.sharding import Mesh, Partial, placements_of
 from trainwright.sharding.data import DataParallel, Piece, ShardPolicy, by_class, data_parallel
 from trainwright.sharding.tensor import Cut, SequenceSharding
 from trainwright.stability_guards import Guard, NonFiniteGuard, decay_groups, warmup_cosine
-
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "1f1b": one_f_one_b,
-    "gpipe": gpipe,
-    "sequential": sequential,
-}
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -76,14 +70,13 @@ class Parts:
     """What the recipe needs, on this rank.
 
     Args:
-        counts_tokens: 1.0 on the stage whose token counts enter the global sums, else 0.0: earlier
-            stages see the same tokens.
+        counts_tokens: 1.0 on the rank of the last stage, whose token counts enter the global sums,
+            else 0.0: earlier stages see the same tokens.
     """
 
     config: RunConfig
     mesh: Mesh
-    stage: DecoderStage
-    model: DataParallel
+    model: Chunks
     executor: PipelineExecutor
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
@@ -108,12 +101,11 @@ class Parts:
 
 @contextlib.contextmanager
 def whole_weights(parts: Parts) -> Iterator[None]:
-    """Keep the weights of this rank's stage gathered, where the schedule would gather them."""
+    """Keep the weights of this rank's stages gathered, where the schedule would gather them."""
     if not gathers_stages(parts.config):
         yield
         return
     parts.model.gather()
-    parts.model.await_weights()
     try:
         yield
     finally:
@@ -142,46 +134,80 @@ def assemble(
     shape = shape or config.shape
     check_fits(shape, config.mesh, config)
     mesh = Mesh(world, config.mesh)
-    stage = build_model(config, shape, mesh)
-    model = shard_model(config, shape, mesh, stage)
+    schedule = make_schedule(config)
+    model = shard_model(config, shape, mesh, build_stages(config, shape, mesh, schedule))
     return Parts(
         config=config,
         mesh=mesh,
-        stage=stage,
         model=model,
-        executor=build_executor(config, shape, mesh, stage, model),
+        executor=build_executor(config, shape, mesh, schedule, model),
         optimizer=build_optimizer(config, model.pieces),
         learning_rate=warmup_cosine(
             config.lr, config.warmup_steps, config.steps, floor=config.lr * FLOOR_SHARE
         ),
         guard=NonFiniteGuard(),
         feed=build_feed(config, mesh, corpus),
-        counts_tokens=1.0 if stage.is_last else 0.0,
+        counts_tokens=1.0 if schedule.num_stages - 1 in model.stages else 0.0,
     )
 
 
-def place_parameters(stage: DecoderStage, mesh: Mesh) -> dict[str, ParameterPlacement]:
-    """Return where each parameter of a stage lies.
+def make_schedule(config: RunConfig) -> Schedule:
+    """Return what every rank of the pipeline does in a step."""
+    chosen = GENERATORS[config.schedule]
+    return chosen.make(config.mesh.pp, config.microbatches, config.chunks)
 
-    A tied embedding lies on the first and on the last stage, each of which sees a part of its
-    gradient.
-    """
-    placements = placements_of(stage)
-    if stage.shape.tied and mesh.size("pp") > 1 and EMBEDDING in placements:
-        alone = placements[EMBEDDING]
-        placements[EMBEDDING] = attrs.evolve(alone, gradient={**alone.gradient, "pp": Partial()})
-    return placements
+
+def build_stages(
+    config: RunConfig, shape: ModelShape, mesh: Mesh, schedule: Schedule
+) -> dict[int, DecoderStage]:
+    """Build this rank's stages in master precision, without memory for their weights yet."""
+    blocks = split_layers(shape.layers, schedule.num_stages)
+    sequence = None
+    if config.sequence_parallel:
+        sequence = SequenceSharding.keeping_shards(length=config.sequence_length)
+    layers = TensorParallelLayers(mesh.communicator("tp"), sequence)
+    policy = parse_policy(config.recompute)
+    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    stages = {}
+    with torch.device("meta"):
+        for number in schedule.stages_of(mesh.coordinate("pp")):
+            stages[number] = build_stage(shape, layers, blocks[number], policy).to(dtype=dtype)
+    first, last = 0, schedule.num_stages - 1
+    if shape.tied and first < last and {first, last} <= stages.keys():
+        tie(stages[first], stages[last])
+    return stages
 
 
 def shard_model(
-    config: RunConfig, shape: ModelShape, mesh: Mesh, stage: DecoderStage
+    config: RunConfig, shape: ModelShape, mesh: Mesh, stages: dict[int, DecoderStage]
+) -> Chunks:
+    """Initialise stages and share their model states out over the data-parallel ranks."""
+    groups = [[number] for number in stages]
+    ends = [number for number, stage in stages.items() if stage.is_first or stage.is_last]
+    if shape.tied and len(ends) == 2:
+        # They share a weight, which is reduced once, after the last of its two uses.
+        groups = [ends, *([number] for number in stages if number not in ends)]
+    parallel = {}
+    for group in groups:
+        members = [stages[number] for number in group]
+        module = members[0] if len(members) == 1 else join(members)
+        model = _shard(config, shape, mesh, module, shares_ends=len(members) == 2)
+        parallel.update(dict.fromkeys(group, model))
+    return Chunks(stages, {number: parallel[number] for number in stages})
+
+
+def _shard(
+    config: RunConfig, shape: ModelShape, mesh: Mesh, module: nn.Module, *, shares_ends: bool
 ) -> DataParallel:
-    """Initialise a stage and share its model states out over the data-parallel ranks."""
-    placements = place_parameters(stage, mesh)
+    placements = placements_of(module)
+    if shape.tied and not shares_ends and mesh.size("pp") > 1 and EMBEDDING in placements:
+        # The embedding lies at both ends of the pipeline, which see a part of its gradient each.
+        alone = placements[EMBEDDING]
+        placements[EMBEDDING] = attrs.evolve(alone, gradient={**alone.gradient, "pp": Partial()})
     dtypes = policy(config.dtype, keep_fp32=KEEP_FP32)
     dtypes.check_patterns(placements)
     return data_parallel(
-        stage,
+        module,
         mesh,
         ShardPolicy(
             stage=config.zero,
@@ -199,31 +225,14 @@ def shard_model(
 
 def gathers_stages(config: RunConfig) -> bool:
     """Whether the schedule gathers weights, a stage at a time, and not hooks, unit by unit."""
-    alone = config.gather == "auto" and config.mesh.pp == 1
+    alone = config.gather == "auto" and config.num_stages == 1
     return config.zero == 3 and not alone and config.gather != "unit"
 
 
-def build_model(config: RunConfig, shape: ModelShape, mesh: Mesh) -> DecoderStage:
-    """Build this rank's stage in master precision, without memory for its weights yet."""
-    blocks = split_layers(shape.layers, mesh.size("pp"))[mesh.coordinate("pp")]
-    sequence = None
-    if config.sequence_parallel:
-        sequence = SequenceSharding.keeping_shards(length=config.sequence_length)
-    with torch.device("meta"):
-        stage = build_stage(
-            shape,
-            TensorParallelLayers(mesh.communicator("tp"), sequence),
-            blocks,
-            parse_policy(config.recompute),
-        )
-    return stage.to(dtype=torch.float64 if config.dtype == "float64" else torch.float32)
-
-
 def build_executor(
-    config: RunConfig, shape: ModelShape, mesh: Mesh, stage: DecoderStage, model: DataParallel
+    config: RunConfig, shape: ModelShape, mesh: Mesh, schedule: Schedule, model: Chunks
 ) -> PipelineExecutor:
-    """Build what runs the schedule on this rank's stage."""
-    index = mesh.coordinate("pp")
+    """Build what runs the schedule on this rank's stages."""
     rows = config.global_batch // (config.mesh.dp * config.microbatches)
     # Stages hand on the residual stream of one microbatch.
     handed_on = TensorSpec(
@@ -237,13 +246,13 @@ def build_executor(
         reduce_each_backward=config.reduce == "microbatch" and (by_schedule or config.zero < 3),
     )
     return PipelineExecutor(
-        lower(SCHEDULES[config.schedule](config.mesh.pp, config.microbatches), plan),
-        {index: stage},
+        lower(schedule, plan),
+        model.stages,
         mesh.communicator("pp"),
-        loss=stage.loss,
-        reducers={index: model},
-        weights={index: model} if by_schedule else {},
-        boundary=BoundarySpec.uniform(config.mesh.pp, handed_on),
+        loss=model.stages[max(model.stages)].loss,
+        reducers=model.parallel,
+        weights=model.parallel if by_schedule else {},
+        boundary=BoundarySpec.uniform(schedule.num_stages, handed_on),
     )
 
 
