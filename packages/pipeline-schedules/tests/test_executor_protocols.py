@@ -24,7 +24,6 @@ from trainwright.pipeline_schedules import (
     sequential,
 )
 from trainwright.pipeline_schedules.execute import (
-    NotAvailableError,
     PipelineError,
     PipelineExecutor,
     Reducer,
@@ -247,16 +246,6 @@ def test_one_rank_can_go_on_after_a_step_that_raised() -> None:
 
     assert float(result.loss_sum) == 0.5 * (2 + 4)
     comm.barrier()
-
-
-def split_backward() -> Schedule:
-    rows = [(Kind.F, 0, 0), (Kind.I, 0, 0), (Kind.W, 0, 0)]
-    return Schedule([np.array(rows, dtype=np.int32)], [0], 1)
-
-
-def test_a_schedule_with_split_backward_is_refused_as_not_available_yet() -> None:
-    with pytest.raises(NotAvailableError, match=r"kind I, W; running them is not available yet"):
-        single(split_backward())
 
 
 def test_what_does_not_fit_the_schedule_is_refused_before_anything_is_sent() -> None:

@@ -9,7 +9,3 @@ class PipelineError(ValueError):
 
 class BoundaryError(PipelineError):
     """What a stage hands on is not what may, or was declared to, cross the boundary."""
-
-
-class NotAvailableError(PipelineError, NotImplementedError):
-    """Something this version does not do yet."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+import attrs
 import torch
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import record_function
@@ -14,13 +15,13 @@ from torch.profiler import record_function
 from trainwright.collectives import PeerFailedError
 from trainwright.pipeline_schedules.execute.boundary import BoundarySpec
 from trainwright.pipeline_schedules.execute.errors import PipelineError
+from trainwright.pipeline_schedules.execute.keywords import KeywordSplit
+from trainwright.pipeline_schedules.execute.losses import Seed
 from trainwright.pipeline_schedules.execute.program import (
     Instruction,
     Program,
     compile_program,
     forward_schedule,
-    gathered_stages,
-    require_runnable,
 )
 from trainwright.pipeline_schedules.execute.protocol import (
     Inputs,
@@ -29,10 +30,17 @@ from trainwright.pipeline_schedules.execute.protocol import (
     Transport,
     WeightKeeper,
 )
+from trainwright.pipeline_schedules.execute.requirements import (
+    require_fit,
+    require_gathered,
+    require_own,
+    require_skips,
+)
 from trainwright.pipeline_schedules.execute.result import StepResult, Timed
-from trainwright.pipeline_schedules.execute.run import Parts, Run, Seed
-from trainwright.pipeline_schedules.execute.stage_runner import KeywordSplit
+from trainwright.pipeline_schedules.execute.run import Parts, Run
+from trainwright.pipeline_schedules.execute.split import SplitProducts
 from trainwright.pipeline_schedules.execute.transfers import Links
+from trainwright.pipeline_schedules.execute.weight_gradients import WeightGradients
 from trainwright.pipeline_schedules.lowering import lower
 from trainwright.pipeline_schedules.schedule import Schedule
 from trainwright.pipeline_schedules.verify import verify
@@ -40,7 +48,6 @@ from trainwright.pipeline_schedules.weight_plan import WeightPlan
 
 _NO_REDUCERS: Mapping[int, Reducer] = MappingProxyType({})
 _NO_WEIGHTS: Mapping[int, WeightKeeper] = MappingProxyType({})
-_EVALUATION_WINDOW = 2
 _NO_SPAN = contextlib.nullcontext()
 
 
@@ -55,9 +62,14 @@ class PipelineExecutor:
 
     Gradients accumulate in ``.grad``, over microbatches and over steps until they are zeroed.
 
+    Where the schedule splits a backward, I computes the gradient of the stage's input and W the
+    gradients of weights that products have (`SplitProducts` says which); what else has weights,
+    such as a norm or an embedding, gets their gradients in I, and `StepResult.unsplit` names it.
+    Nothing is computed twice; only inputs and gradients of products are kept from I to W.
+
     Args:
-        schedule: Lowered, or to be lowered here; of F and B. Here, the stages that have
-            ``weights`` are gathered once a step; another `WeightPlan` is given to `lower`.
+        schedule: Lowered, or to be lowered here. Here, the stages that have ``weights`` are
+            gathered once a step; another `WeightPlan` is given to `lower`.
         stages: This rank's stages by their number.
         transport: Carries tensors between the ranks of the pipeline; a ``Communicator`` is one.
         loss: Sum over the tokens of a microbatch, 0-d, at least float32.
@@ -65,15 +77,15 @@ class PipelineExecutor:
         weights: For some stages, what makes their sharded weights whole between GATHER and
             RELEASE, in steps and in evaluations. After each of these, also one that raised, they
             are released.
-        boundary: Declared shapes; a boundary without any sends a header of 256 bytes ahead of
-            each output, which the receiving host reads, and shapes may differ each time.
+        boundary: Declared shapes, and skips; a boundary without declared shapes sends a header of
+            256 bytes ahead of each output, which the receiving host reads, and shapes may differ
+            each time.
         receive_ahead: Whether receives may be started before sends that stand in front of them.
             The transport then has to pair messages by tag (Gloo and threads do, NCCL does not).
             None: on CPU only.
 
     Raises:
         PipelineError: Stages, reducers, weights or transport do not fit the schedule.
-        NotAvailableError: The schedule holds actions that cannot be run yet.
         ScheduleError: The schedule does not verify.
 
     Communicates: in a step, for each microbatch and each boundary to another rank, the output
@@ -92,27 +104,30 @@ class PipelineExecutor:
         boundary: BoundarySpec | None = None,
         receive_ahead: bool | None = None,
     ) -> None:
-        require_runnable(schedule)
-        _require_fit(schedule, stages, transport)
-        _require_own(schedule, transport, "reducers", reducers)
-        _require_own(schedule, transport, "weights", weights)
+        require_fit(schedule, stages, transport)
+        require_own(schedule, transport, "reducers", reducers)
+        require_own(schedule, transport, "weights", weights)
         if schedule.lowered:
             verify(schedule)
-            _require_gathered(schedule, transport, weights)
+            require_gathered(schedule, transport, weights)
         if receive_ahead is None:
             receive_ahead = transport.device.type == "cpu"
         ranks = schedule.rank_of_stage
         declared = BoundarySpec({}) if boundary is None else boundary
+        require_skips(declared.skips, schedule.num_stages)
         last = schedule.num_stages - 1
         plan = WeightPlan(stages=weights)
+        debts = WeightGradients()
         self._schedule = schedule if schedule.lowered else lower(schedule, plan)
         self._parts = Parts(
             stages=dict(stages),
             links=Links(transport, ranks, declared, receive_ahead),
             loss=loss,
-            split=KeywordSplit(stages[last], loss) if last in stages else None,
+            keywords=KeywordSplit(stages[last], loss) if last in stages else None,
             reducers=dict(reducers),
             weights=dict(weights),
+            debts=debts,
+            splitting=SplitProducts(debts),
         )
         self._program = self._compile(self._schedule)
         self._evaluations: dict[int, Program] = {}
@@ -158,8 +173,7 @@ class PipelineExecutor:
         if not isinstance(divisor, torch.Tensor) and not divisor >= 0:
             raise PipelineError(f"divisor must be the number of valid tokens, got {divisor}")
         seed = Seed(divisor, loss_scale)
-        window = self._program.peak_in_flight
-        run = Run(self._parts, inputs, seed, window=window, reduce=reduce)
+        run = Run(self._parts, self._program, inputs, seed, reduce=reduce)
         return self._execute(self._program, run, timed)
 
     def evaluate(self, inputs: Inputs, num_microbatches: int, *, timed: bool = False) -> StepResult:
@@ -177,9 +191,10 @@ class PipelineExecutor:
             rank = self._parts.links.transport.rank
             schedule = forward_schedule(self._schedule, rank, num_microbatches)
             self._evaluations[num_microbatches] = self._compile(schedule)
-        run = Run(self._parts, inputs, None, window=_EVALUATION_WINDOW)
+        program = self._evaluations[num_microbatches]
+        run = Run(self._parts, program, inputs, None)
         with torch.no_grad(), _evaluation_mode(self._parts.stages):
-            return self._execute(self._evaluations[num_microbatches], run, timed)
+            return self._execute(program, run, timed)
 
     def _compile(self, schedule: Schedule) -> Program:
         parts, links = self._parts, self._parts.links
@@ -200,21 +215,22 @@ class PipelineExecutor:
                 if timed:
                     timeline.append(_timed(instruction, start, time.perf_counter() - begin))
             instruction = None
-            loss_sum = run.finish()
+            result = run.finish()
         except BaseException as cause:
             self._give_up(cause, instruction, run)
             raise
-        return StepResult(loss_sum, tuple(timeline) if timed else None)
+        return attrs.evolve(result, timeline=tuple(timeline)) if timed else result
 
     def _give_up(self, cause: BaseException, instruction: Instruction | None, run: Run) -> None:
         """Say where it happened, release weights and tell the peers."""
         transport = self._parts.links.transport
         place = "pipeline: last sends" if instruction is None else instruction.label
         cause.add_note(f"in {place} on rank {transport.rank} of the pipeline")
-        failures = run.release_whole()
+        self._parts.debts.clear()
+        failures = run.gathered.release_whole()
         self._tell(cause)
         # Last, since it may wait for data-parallel peers that wait for whom we had to tell.
-        for failure in failures + run.release_coming():
+        for failure in failures + run.gathered.release_coming():
             cause.add_note(f"and releasing weights failed: {failure!r}")
 
     def _tell(self, cause: BaseException) -> None:
@@ -232,49 +248,6 @@ class PipelineExecutor:
 def _timed(instruction: Instruction, start_s: float, stop_s: float) -> Timed:
     slot = (instruction.stage, instruction.microbatch)
     return Timed(instruction.operation.value, *slot, start_s, stop_s)
-
-
-def _require_fit(
-    schedule: Schedule,
-    stages: Mapping[int, torch.nn.Module],
-    transport: Transport,
-) -> None:
-    if transport.size != schedule.num_ranks:
-        raise PipelineError(
-            f"the schedule is for {schedule.num_ranks} ranks but the transport has "
-            f"{transport.size}; make the schedule for {transport.size} ranks"
-        )
-    own = schedule.stages_of(transport.rank)
-    if set(stages) != set(own):
-        raise PipelineError(
-            f"rank {transport.rank} of the pipeline owns stages {list(own)} by the schedule, "
-            f"got modules for stages {sorted(stages)}"
-        )
-
-
-def _require_own(
-    schedule: Schedule, transport: Transport, name: str, given: Mapping[int, object]
-) -> None:
-    own = schedule.stages_of(transport.rank)
-    foreign = sorted(set(given) - set(own))
-    if foreign:
-        raise PipelineError(
-            f"{name} are given for stages {foreign}, but rank {transport.rank} of the pipeline "
-            f"owns stages {list(own)}"
-        )
-
-
-def _require_gathered(
-    schedule: Schedule, transport: Transport, weights: Mapping[int, WeightKeeper]
-) -> None:
-    own = set(schedule.stages_of(transport.rank))
-    gathered = sorted(own.intersection(gathered_stages(schedule)))
-    if gathered != sorted(weights):
-        raise PipelineError(
-            f"the lowered schedule gathers stages {gathered} of rank {transport.rank} of the "
-            f"pipeline, but weights are given for stages {sorted(weights)}; lower it with a "
-            f"WeightPlan of the stages that have weights"
-        )
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """The header message: what a transfer holds, as a few int64 numbers.
 
-Layout: version mark, number of ints in all, form, number of tensors; for each tensor its dtype,
-needs_grad, number of dims and sizes; for a dict, each key as its length in bytes and its UTF-8
-bytes, eight to an int. The first `FIRST_INTS` travel in a message of fixed size; only what does
-not fit there follows in a second one.
+Layout: version mark, number of ints in all, form, number of tensors, how many of them are skips;
+for each tensor its dtype, needs_grad, number of dims and sizes; for a dict, each key as its length
+in bytes and its UTF-8 bytes, eight to an int; each skip's name likewise. The first `FIRST_INTS`
+travel in a message of fixed size; only what does not fit there follows in a second one.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ def encode(crossing: Crossing) -> list[int]:
     Raises:
         BoundaryError: A dtype that has no number here.
     """
-    words = [_FORMS.index(crossing.form.kind), len(crossing.specs)]
+    form = crossing.form
+    words = [_FORMS.index(form.kind), len(crossing.specs), len(form.skips)]
     for spec in crossing.specs:
         if spec.dtype not in _NUMBER_OF_DTYPE:
             raise BoundaryError(f"a tensor of dtype {spec.dtype} cannot cross a stage boundary")
         words += [_NUMBER_OF_DTYPE[spec.dtype], int(spec.needs_grad), len(spec.shape)]
         words += spec.shape
-    for key in crossing.form.keys:
-        words += _pack(key)
+    for name in (*form.keys, *form.skips):
+        words += _pack(name)
     ints = [_MARK, len(words) + 2, *words]
     return ints + [0] * (FIRST_INTS - len(ints))
 
@@ -77,10 +78,13 @@ def missing_ints(first: Sequence[int]) -> int:
 def decode(ints: Sequence[int]) -> Crossing:
     """Read what `encode` wrote."""
     words = iter(ints[2:])
-    form = _FORMS[next(words)]
-    specs = tuple(_read_spec(words) for _ in range(next(words)))
-    keys = tuple(_unpack(words) for _ in specs) if form == "dict" else ()
-    return Crossing(Form(form, keys), specs)
+    kind = _FORMS[next(words)]
+    number, num_skips = next(words), next(words)
+    specs = tuple(_read_spec(words) for _ in range(number))
+    num_keys = number - num_skips if kind == "dict" else 0
+    keys = tuple(_unpack(words) for _ in range(num_keys))
+    skips = tuple(_unpack(words) for _ in range(num_skips))
+    return Crossing(Form(kind, keys, skips), specs)
 
 
 def _read_spec(words: Iterator[int]) -> TensorSpec:

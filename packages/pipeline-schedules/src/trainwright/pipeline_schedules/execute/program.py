@@ -8,8 +8,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 import attrs
 import numpy as np
 
-from trainwright.pipeline_schedules.actions import NO_MICROBATCH, Action, Kind
-from trainwright.pipeline_schedules.execute.errors import NotAvailableError
+from trainwright.pipeline_schedules.actions import NO_MICROBATCH, WEIGHT_KINDS, Action, Kind
 from trainwright.pipeline_schedules.execute.protocol import Reducer, WeightKeeper
 from trainwright.pipeline_schedules.lowering import lower
 from trainwright.pipeline_schedules.schedule import Rows, Schedule
@@ -28,6 +27,8 @@ class Operation(enum.Enum):
     AWAIT_GRADIENT = "wait for gradient"
     LAST_BACKWARD = "last backward"
     BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
     SEND_GRADIENT = "SEND_B"
     REDUCE = "REDUCE"
     GATHER = "GATHER"
@@ -50,15 +51,23 @@ class Instruction:
 
 @attrs.frozen(eq=False)
 class Program:
-    """Instructions of one rank, and how many microbatches are in flight at its peak."""
+    """Instructions of one rank.
+
+    ``peak_in_flight`` is how many microbatches wait for gradients at its peak, ``split`` the stages
+    and microbatches whose backward is an I and a W.
+    """
 
     instructions: tuple[Instruction, ...]
     peak_in_flight: int
+    split: frozenset[tuple[int, int]]
 
 
 _OPERATION_OF_KIND = {
     Kind.F: Operation.FORWARD,
+    Kind.F_PAIRED: Operation.FORWARD,
     Kind.B: Operation.BACKWARD,
+    Kind.I: Operation.INPUT_GRADIENT,
+    Kind.W: Operation.WEIGHT_GRADIENT,
     Kind.SEND_F: Operation.SEND_OUTPUT,
     Kind.RECV_F: Operation.EXPECT_INPUT,
     Kind.SEND_B: Operation.SEND_GRADIENT,
@@ -67,25 +76,12 @@ _OPERATION_OF_KIND = {
     Kind.GATHER: Operation.GATHER,
     Kind.RELEASE: Operation.RELEASE,
 }
-_COMPUTATIONS = (Kind.F, Kind.B)
+_COMPUTATIONS = (Kind.F, Kind.B, Kind.I, Kind.W)
+_COMPLETING = (Kind.B, Kind.W)
+_BACKWARDS = (Kind.B, Kind.I)
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _MESSAGES = (Kind.SEND_F, Kind.SEND_B, *_RECEIVES)
 _STAYS = (Kind.GATHER, Kind.RELEASE)
-
-
-def require_runnable(schedule: Schedule) -> None:
-    """Refuse a schedule with actions that this version cannot run.
-
-    Raises:
-        NotAvailableError: It splits the backward or pairs F with B.
-    """
-    kinds = {Kind(kind) for kind in np.unique(schedule.packed[:, 0]).tolist()}
-    unknown = sorted(kind.name for kind in kinds - _OPERATION_OF_KIND.keys())
-    if unknown:
-        raise NotAvailableError(
-            f"schedule {schedule.name or 'unnamed'} holds actions of kind {', '.join(unknown)}; "
-            f"running them is not available yet, use a schedule of F and B such as 1F1B"
-        )
 
 
 def compile_program(
@@ -100,9 +96,11 @@ def compile_program(
     Receives are started earlier than the list says, so that transfers overlap with computation:
     before the computation that stands in front of them. Where ``receive_ahead`` is False, a
     receive never passes another message, so that transports that pair messages by order alone
-    see the proven order. Gathers are waited for by the first computation that needs them.
+    see the proven order. Gathers are waited for by the first computation that needs them. A
+    forward of an overlapped pair is one like any other, and the backward below it comes after.
     """
-    actions = _start_receives_early(schedule.program(rank), receive_ahead)
+    listed = [_unpaired(action) for action in schedule.program(rank)]
+    actions = _start_receives_early(listed, receive_ahead)
     last_backwards, reductions = _reductions(actions, reducers)
     expected = {(action.kind, action.stage, action.microbatch) for action in actions}
     keeping = _Keeping(weights)
@@ -115,14 +113,19 @@ def compile_program(
             continue
         if action.kind is Kind.F and (Kind.RECV_F, *key) in expected:
             instructions.append(_instruction(Operation.AWAIT_INPUT, *key))
-        if action.kind is Kind.B and (Kind.RECV_B, *key) in expected:
+        if action.kind in _BACKWARDS and (Kind.RECV_B, *key) in expected:
             instructions.append(_instruction(Operation.AWAIT_GRADIENT, *key))
-        if action.kind in _COMPUTATIONS and keeping.must_wait(action.stage):
+        if action.kind in WEIGHT_KINDS and keeping.must_wait(action.stage):
             instructions.append(_instruction(Operation.AWAIT_WEIGHTS, *key))
         if number in last_backwards:
             instructions.append(_instruction(Operation.LAST_BACKWARD, *key))
         instructions.append(_instruction(_OPERATION_OF_KIND[action.kind], *key))
-    return Program(tuple(instructions), _peak_in_flight(actions))
+    split = frozenset((a.stage, a.microbatch) for a in actions if a.kind is Kind.I)
+    return Program(tuple(instructions), _peak_in_flight(actions), split)
+
+
+def _unpaired(action: Action) -> Action:
+    return attrs.evolve(action, kind=Kind.F) if action.kind is Kind.F_PAIRED else action
 
 
 class _Keeping:
@@ -211,7 +214,7 @@ def _start_receives_early(actions: Sequence[Action], receive_ahead: bool) -> lis
 def _reductions(
     actions: Sequence[Action], reducers: Mapping[int, Reducer]
 ) -> tuple[set[int], set[int]]:
-    """Where backwards stand that complete gradients, and where the reductions of these.
+    """Where backwards (B or W) stand that complete gradients, and where the reductions of these.
 
     One reducer may serve several stages: their last reductions count once, after all of them, so
     do the last but one of each, and so on.
@@ -237,13 +240,13 @@ def _reductions(
 
 def _last_backward_before(actions: Sequence[Action], place: int, stages: Container[int]) -> int:
     before = reversed(range(place))
-    return next(n for n in before if actions[n].kind is Kind.B and actions[n].stage in stages)
+    return next(n for n in before if actions[n].kind in _COMPLETING and actions[n].stage in stages)
 
 
 def _peak_in_flight(actions: Iterable[Action]) -> int:
     held = 0
     peak = 0
     for action in actions:
-        held += (action.kind is Kind.F) - (action.kind is Kind.B)
+        held += (action.kind is Kind.F) - (action.kind in _BACKWARDS)
         peak = max(peak, held)
     return peak

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import attrs
 import torch
 
@@ -35,7 +37,15 @@ class StepResult:
         loss_sum: Sum of the losses of all microbatches, neither divided nor scaled, float64, 0-d,
             without history; zero on ranks that do not have the last stage.
         timeline: What this rank did, in order, where it was asked for.
+        losses: Likewise the sums of the further losses of this rank's stages, by name.
+        whole_backwards: How many backwards that the schedule splits ran whole in I, because
+            nothing in them could be split.
+        unsplit: For each module of this rank some of whose gradients came in I where the schedule
+            has a W for them: in how many backwards.
     """
 
     loss_sum: torch.Tensor
     timeline: tuple[Timed, ...] | None = None
+    losses: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    whole_backwards: int = 0
+    unsplit: Mapping[str, int] = attrs.field(factory=dict)

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import attrs
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from trainwright.pipeline_schedules.execute.boundary import Crossing
-from trainwright.pipeline_schedules.execute.errors import PipelineError
-from trainwright.pipeline_schedules.execute.program import Instruction, Operation
-from trainwright.pipeline_schedules.execute.protocol import Inputs, Loss, Reducer, WeightKeeper
-from trainwright.pipeline_schedules.execute.stage_runner import (
-    Flight,
-    KeywordSplit,
-    enter,
-    leave,
-    run_backward,
+from trainwright.pipeline_schedules.execute.gradient_watch import GradientWatch
+from trainwright.pipeline_schedules.execute.keepers import GatheredWeights
+from trainwright.pipeline_schedules.execute.keywords import KeywordSplit
+from trainwright.pipeline_schedules.execute.losses import Losses, Seed
+from trainwright.pipeline_schedules.execute.output import (
+    StageOutput,
+    as_stage_output,
+    skips_behind,
+    skips_into,
 )
+from trainwright.pipeline_schedules.execute.program import Instruction, Operation, Program
+from trainwright.pipeline_schedules.execute.protocol import Inputs, Loss, Reducer, WeightKeeper
+from trainwright.pipeline_schedules.execute.result import StepResult
+from trainwright.pipeline_schedules.execute.split import SplitProducts
+from trainwright.pipeline_schedules.execute.stage_runner import Flight, enter, leave, run_backward
 from trainwright.pipeline_schedules.execute.transfers import Links, Slot, Transfers
+from trainwright.pipeline_schedules.execute.weight_gradients import WeightGradients
 
+_EVALUATION_WINDOW = 2
+_WHOLE = nullcontext()
 _Handed = tuple[Crossing, list[torch.Tensor]]
 
 
@@ -29,15 +37,17 @@ _Handed = tuple[Crossing, list[torch.Tensor]]
 class Parts:
     """What every run of an executor shares.
 
-    ``split`` is None on ranks without the last stage.
+    ``keywords`` is None on ranks without the last stage.
     """
 
     stages: Mapping[int, torch.nn.Module]
     links: Links
     loss: Loss
-    split: KeywordSplit | None
+    keywords: KeywordSplit | None
     reducers: Mapping[int, Reducer]
     weights: Mapping[int, WeightKeeper]
+    debts: WeightGradients
+    splitting: SplitProducts
 
     @property
     def last_stage(self) -> int:
@@ -45,89 +55,76 @@ class Parts:
         return len(self.links.rank_of_stage) - 1
 
 
-@attrs.frozen(eq=False)
-class Seed:
-    """What backward starts from, ``loss_scale / divisor``, where a divisor of zero gives zero."""
-
-    divisor: torch.Tensor | float
-    loss_scale: torch.Tensor | float
-
-    def like(self, loss: torch.Tensor) -> torch.Tensor:
-        """The seed in the loss's dtype, computed in float64 on its device; no host sync."""
-        if not isinstance(self.divisor, torch.Tensor) and not isinstance(
-            self.loss_scale, torch.Tensor
-        ):
-            value = self.loss_scale / self.divisor if self.divisor > 0 else 0.0
-            return torch.full_like(loss, value, requires_grad=False)
-        divisor = torch.as_tensor(self.divisor, dtype=torch.float64, device=loss.device)
-        scale = torch.as_tensor(self.loss_scale, dtype=torch.float64, device=loss.device)
-        return torch.where(divisor > 0, scale / divisor, 0.0).to(loss.dtype)
-
-
 class Run:
     """The state of one step or evaluation on one rank.
 
     Args:
         parts: What runs share.
+        program: What is run.
         inputs: Keyword arguments by stage and microbatch.
         seed: What backward starts from; None in an evaluation.
-        window: How many sends may be open in each direction.
         reduce: Whether reducers take part.
     """
 
     def __init__(
-        self, parts: Parts, inputs: Inputs, seed: Seed | None, *, window: int, reduce: bool = False
+        self,
+        parts: Parts,
+        program: Program,
+        inputs: Inputs,
+        seed: Seed | None,
+        *,
+        reduce: bool = False,
     ) -> None:
+        self.gathered = GatheredWeights(parts.weights)
         self._parts = parts
         self._inputs = inputs
         self._seed = seed
-        self._seed_tensor: torch.Tensor | None = None
+        self._split = program.split
         self._reducers = parts.reducers if reduce else {}
+        window = _EVALUATION_WINDOW if seed is None else program.peak_in_flight
         self._transfers = Transfers(parts.links, window)
         self._arrived: dict[Slot, _Handed] = {}
         self._leaving: dict[Slot, _Handed] = {}
         self._flights: dict[Slot, Flight] = {}
         self._gradients: dict[Slot, list[torch.Tensor]] = {}
         self._leaving_gradients: dict[Slot, list[torch.Tensor]] = {}
-        self._loss_sum: torch.Tensor | None = None
-        self._coming: dict[int, WeightKeeper] = {}
-        self._whole: dict[int, WeightKeeper] = {}
+        self._loss = Losses(seed)
+        self._extra: dict[str, Losses] = {}
+        self._watch = GradientWatch(parts.debts)
 
     def perform(self, instruction: Instruction) -> None:
         """Do what one instruction says."""
         _HANDLERS[instruction.operation](self, instruction)
 
-    def finish(self) -> torch.Tensor:
-        """Wait for the sends that are open, and give back the loss sum, float64, 0-d."""
+    def finish(self) -> StepResult:
+        """Wait for the sends that are open, and give back what there is to say.
+
+        Raises:
+            PipelineError: Weight gradients are owed that nobody computed.
+        """
         self._transfers.finish()
-        if self._loss_sum is None:
+        self._parts.debts.require_empty(self._parts.stages)
+        loss_sum = self._loss.sum
+        if loss_sum is None:
             device = self._parts.links.transport.device
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return self._loss_sum
-
-    def release_whole(self) -> list[Exception]:
-        """After a failure, release what is whole; gives back what failed on top of it."""
-        return _release(self._whole)
-
-    def release_coming(self) -> list[Exception]:
-        """After a failure, release what was gathered and not awaited, which may wait for peers."""
-        return _release(self._coming)
+            loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        return StepResult(
+            loss_sum,
+            losses={
+                name: losses.sum for name, losses in self._extra.items() if losses.sum is not None
+            },
+            whole_backwards=self._watch.whole,
+            unsplit=dict(self._watch.counts),
+        )
 
     def _gather(self, instruction: Instruction) -> None:
-        keeper = self._parts.weights[instruction.stage]
-        # Noted first: what raises half-way has to be released too.
-        self._coming[id(keeper)] = keeper
-        keeper.gather()
+        self.gathered.gather(instruction.stage)
 
     def _await_weights(self, instruction: Instruction) -> None:
-        keeper = self._parts.weights[instruction.stage]
-        keeper.await_weights()
-        self._whole[id(keeper)] = self._coming.pop(id(keeper))
+        self.gathered.await_weights(instruction.stage)
 
     def _release(self, instruction: Instruction) -> None:
-        keeper = self._parts.weights[instruction.stage]
-        keeper.release()
-        del self._whole[id(keeper)]
+        self.gathered.release(instruction.stage)
 
     def _expect_input(self, instruction: Instruction) -> None:
         self._transfers.expect_input(_slot(instruction))
@@ -140,48 +137,65 @@ class Run:
         slot = _slot(instruction)
         leaves: list[torch.Tensor] = []
         arguments: tuple[Any, ...] = ()
+        skips: dict[str, torch.Tensor] = {}
         if slot[0] > 0:
             crossing, tensors = self._arrived.pop(slot)
             leaves = enter(crossing, tensors)
             arguments = crossing.form.arguments(leaves)
-        if slot[0] == self._parts.last_stage:
-            flight = self._forward_to_loss(slot, arguments)
-        else:
-            flight = self._forward_to_boundary(slot, arguments)
+            skips = crossing.form.skipping(leaves)
+        with self._parts.splitting if slot in self._split else _WHOLE:
+            if slot[0] == self._parts.last_stage:
+                flight = self._forward_to_loss(slot, arguments, skips)
+            else:
+                flight = self._forward_to_boundary(slot, arguments, skips)
         if self._seed is not None:
             flight.leaves = [leaf for leaf in leaves if leaf.requires_grad]
             self._flights[slot] = flight
 
-    def _forward_to_boundary(self, slot: Slot, arguments: tuple[Any, ...]) -> Flight:
+    def _forward_to_boundary(
+        self, slot: Slot, arguments: tuple[Any, ...], skips: Mapping[str, torch.Tensor]
+    ) -> Flight:
         stage, microbatch = slot
-        output = self._parts.stages[stage](*arguments, **self._inputs(stage, microbatch))
+        output = self._call(stage, arguments, self._inputs(stage, microbatch), skips)
         links = self._parts.links
-        crossing, tensors, flight = leave(output, stage, links.boundary)
+        behind = skips_behind(stage, links.boundary, skips, output)
+        crossing, tensors, flight = leave(output.output, behind, stage, links.boundary)
+        self._add_extra(output, flight)
         if links.is_local(stage, stage + 1):
             self._arrived[stage + 1, microbatch] = (crossing, tensors)
         else:
             self._leaving[slot] = (crossing, tensors)
         return flight
 
-    def _forward_to_loss(self, slot: Slot, arguments: tuple[Any, ...]) -> Flight:
+    def _forward_to_loss(
+        self, slot: Slot, arguments: tuple[Any, ...], skips: Mapping[str, torch.Tensor]
+    ) -> Flight:
         stage, microbatch = slot
-        assert self._parts.split is not None
-        for_stage, for_loss = self._parts.split.split(self._inputs(stage, microbatch))
-        output = self._parts.stages[stage](*arguments, **for_stage)
-        loss = self._parts.loss(output, **for_loss)
-        _require_sum(loss)
-        if self._loss_sum is None:
-            self._loss_sum = torch.zeros((), dtype=torch.float64, device=loss.device)
-        self._loss_sum += loss.detach()
+        assert self._parts.keywords is not None
+        for_stage, for_loss = self._parts.keywords.split(self._inputs(stage, microbatch))
+        output = self._call(stage, arguments, for_stage, skips)
+        skips_behind(stage, self._parts.links.boundary, skips, output)
+        flight = Flight()
+        self._loss.add(self._parts.loss(output.output, **for_loss), "loss", flight)
+        self._add_extra(output, flight)
         if self._seed is not None:
-            self._gradients[slot] = [self._seed_for(loss)]
-        return Flight([], [get_gradient_edge(loss) if loss.requires_grad else None], [])
+            self._gradients[slot] = []
+        return flight
 
-    def _seed_for(self, loss: torch.Tensor) -> torch.Tensor:
-        assert self._seed is not None
-        if self._seed_tensor is None or self._seed_tensor.dtype != loss.dtype:
-            self._seed_tensor = self._seed.like(loss)
-        return self._seed_tensor
+    def _call(
+        self,
+        stage: int,
+        arguments: tuple[Any, ...],
+        inputs: Mapping[str, Any],
+        skips: Mapping[str, torch.Tensor],
+    ) -> StageOutput:
+        taken = skips_into(stage, self._parts.links.boundary, skips)
+        return as_stage_output(self._parts.stages[stage](*arguments, **inputs, **taken))
+
+    def _add_extra(self, output: StageOutput, flight: Flight) -> None:
+        for name, loss in output.losses.items():
+            losses = self._extra.setdefault(name, Losses(self._seed))
+            losses.add(loss, f"loss {name}", flight)
 
     def _send_output(self, instruction: Instruction) -> None:
         slot = _slot(instruction)
@@ -213,6 +227,16 @@ class Run:
         else:
             self._leaving_gradients[slot] = passed_on
 
+    def _input_gradient(self, instruction: Instruction) -> None:
+        parts, slot = self._parts, _slot(instruction)
+        # The mode is active here too, since recomputed layers run their forward again.
+        with self._watch.watching(slot, parts.stages[slot[0]]):
+            with parts.splitting, parts.debts.collecting(slot):
+                self._backward(instruction)
+
+    def _weight_gradient(self, instruction: Instruction) -> None:
+        self._parts.debts.pay(_slot(instruction))
+
     def _send_gradient(self, instruction: Instruction) -> None:
         slot = _slot(instruction)
         self._transfers.send_gradient(slot, self._leaving_gradients.pop(slot))
@@ -231,6 +255,8 @@ _HANDLERS: Mapping[Operation, Callable[[Run, Instruction], None]] = {
     Operation.AWAIT_GRADIENT: Run._await_gradient,
     Operation.LAST_BACKWARD: Run._last_backward,
     Operation.BACKWARD: Run._backward,
+    Operation.INPUT_GRADIENT: Run._input_gradient,
+    Operation.WEIGHT_GRADIENT: Run._weight_gradient,
     Operation.SEND_GRADIENT: Run._send_gradient,
     Operation.REDUCE: Run._reduce,
     Operation.GATHER: Run._gather,
@@ -239,27 +265,5 @@ _HANDLERS: Mapping[Operation, Callable[[Run, Instruction], None]] = {
 }
 
 
-def _release(gathered: dict[int, WeightKeeper]) -> list[Exception]:
-    failures: list[Exception] = []
-    while gathered:
-        _, keeper = gathered.popitem()
-        try:
-            keeper.release()
-        except Exception as failure:
-            failures.append(failure)
-    return failures
-
-
 def _slot(instruction: Instruction) -> Slot:
     return instruction.stage, instruction.microbatch
-
-
-def _require_sum(loss: object) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        shape = getattr(loss, "shape", None)
-        seen = type(loss).__name__ if shape is None else f"shape {list(shape)}"
-        raise PipelineError(f"loss must return the sum over its microbatch, 0-d; got {seen}")
-    if loss.dtype not in (torch.float32, torch.float64):
-        raise PipelineError(
-            f"loss must be float32 or float64, got {loss.dtype}; sum it in float32 at least"
-        )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -17,8 +15,6 @@ from trainwright.pipeline_schedules.execute.boundary import (
     describe,
     require_declared,
 )
-from trainwright.pipeline_schedules.execute.errors import PipelineError
-from trainwright.pipeline_schedules.execute.protocol import Loss
 
 
 @attrs.define(eq=False)
@@ -30,14 +26,16 @@ class Flight:
 
     Attributes:
         leaves: Boundary inputs whose gradients go back to the stage before, in message order.
-        roots: Where gradients enter: one for each output with a gradient message, None where
-            this stage has no use for it; or the loss alone.
-        specs: The gradient messages that are expected, one for each root; none for the loss.
+        roots: Where gradients enter that are handed in: one for each output with a gradient
+            message, None where this stage has no use for it.
+        specs: The gradient messages that are expected, one for each root.
+        losses: Where backward starts in this stage, and from what.
     """
 
-    leaves: list[torch.Tensor]
-    roots: list[GradientEdge | None]
-    specs: list[TensorSpec]
+    leaves: list[torch.Tensor] = attrs.field(factory=list)
+    roots: list[GradientEdge | None] = attrs.field(factory=list)
+    specs: list[TensorSpec] = attrs.field(factory=list)
+    losses: list[tuple[GradientEdge, torch.Tensor]] = attrs.field(factory=list)
 
 
 def enter(crossing: Crossing, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -48,20 +46,20 @@ def enter(crossing: Crossing, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def leave(
-    output: object, stage: int, boundary: BoundarySpec
+    output: object, skips: Mapping[str, torch.Tensor], stage: int, boundary: BoundarySpec
 ) -> tuple[Crossing, list[torch.Tensor], Flight]:
-    """Take a stage's output apart and note where its gradients will enter.
+    """Take a stage's output apart, skips behind it, and note where its gradients will enter.
 
     Raises:
         BoundaryError: The output cannot cross, or is not what was declared.
     """
-    seen, tensors = describe(output, stage)
-    crossing = boundary.outputs.get(stage)
+    seen, tensors = describe(output, stage, skips)
+    crossing = boundary.declared(stage)
     if crossing is None:
         crossing = seen
     else:
         require_declared(crossing, seen, stage)
-    flight = Flight([], [], [])
+    flight = Flight()
     for tensor, spec, own in zip(tensors, crossing.specs, seen.specs, strict=True):
         if spec.needs_grad:
             flight.specs.append(spec)
@@ -75,63 +73,11 @@ def run_backward(flight: Flight, gradients: Sequence[torch.Tensor]) -> list[torc
     Returns:
         The gradients of the boundary inputs, zeros for those that the stage did not use.
     """
-    pairs = [
-        (root, gradient)
-        for root, gradient in zip(flight.roots, gradients, strict=True)
-        if root is not None
-    ]
+    pairs = list(flight.losses)
+    for root, gradient in zip(flight.roots, gradients, strict=True):
+        if root is not None:
+            pairs.append((root, gradient))
     if pairs:
         roots = [root for root, _ in pairs]
         torch.autograd.backward(roots, [gradient for _, gradient in pairs])
     return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves]
-
-
-class KeywordSplit:
-    """Deals the last stage's inputs out to stage and loss, by the names that each of them takes.
-
-    What takes ``**kwargs`` is given everything, a name that both take goes to both.
-
-    Args:
-        stage: The module on the last stage.
-        loss: Called with its output.
-    """
-
-    def __init__(self, stage: torch.nn.Module, loss: Loss) -> None:
-        self._for_stage = _keyword_names(stage.forward, taken=0)
-        loss_call = loss.forward if isinstance(loss, torch.nn.Module) else loss
-        self._for_loss = _keyword_names(loss_call, taken=1)
-
-    def split(self, inputs: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """The inputs of the stage and those of the loss.
-
-        Raises:
-            PipelineError: A name that neither of them takes.
-        """
-        for_stage = _chosen(inputs, self._for_stage)
-        for_loss = _chosen(inputs, self._for_loss)
-        unused = inputs.keys() - for_stage.keys() - for_loss.keys()
-        if unused:
-            raise PipelineError(
-                f"inputs of the last stage hold {sorted(unused)}, which neither the stage "
-                f"(takes {sorted(self._for_stage or ())}) nor the loss "
-                f"(takes {sorted(self._for_loss or ())}) has a parameter for"
-            )
-        return for_stage, for_loss
-
-
-def _chosen(inputs: Mapping[str, Any], names: frozenset[str] | None) -> Mapping[str, Any]:
-    if names is None:
-        return inputs
-    return {name: value for name, value in inputs.items() if name in names}
-
-
-def _keyword_names(function: Callable[..., Any], taken: int) -> frozenset[str] | None:
-    """Names that a function takes by keyword, without the first ``taken``; None for any name."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(p.name for p in parameters[taken:] if p.kind in by_keyword)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from trainwright.pipeline_schedules.execute.boundary import BoundarySpec, Skip
+from trainwright.pipeline_schedules.execute.keywords import KeywordSplit
+from trainwright.pipeline_schedules.execute.output import as_stage_output, skips_behind, skips_into
 from trainwright.pipeline_schedules.execute.protocol import Inputs, Loss
-from trainwright.pipeline_schedules.execute.stage_runner import KeywordSplit
 
 
 def serial_step(
@@ -19,28 +21,46 @@ def serial_step(
     *,
     divisor: float,
     loss_scale: float = 1.0,
+    skips: Sequence[Skip] = (),
 ) -> torch.Tensor:
     """What a step of any schedule must do: the stages one after the other, one autograd graph.
 
     Returns:
-        The loss sum, float64, 0-d; gradients are added to ``.grad``.
+        The loss sum, float64, 0-d, without the stages' further losses; gradients, of these too,
+        are added to ``.grad``.
     """
     total = torch.zeros((), dtype=torch.float64)
     for microbatch in range(num_microbatches):
-        loss_of_one = _forward(stages, inputs, loss, microbatch)
-        total += loss_of_one.detach()
-        if loss_of_one.requires_grad:
-            (loss_of_one * (loss_scale / divisor)).backward()  # type: ignore[no-untyped-call]
+        losses = _losses(stages, BoundarySpec(skips=skips), inputs, loss, microbatch)
+        total += losses[0].detach()
+        seeds = [one.new_tensor(loss_scale / divisor) for one in losses if one.requires_grad]
+        if seeds:
+            torch.autograd.backward([one for one in losses if one.requires_grad], seeds)
     return total
 
 
-def _forward(
-    stages: Sequence[torch.nn.Module], inputs: Inputs, loss: Loss, microbatch: int
-) -> torch.Tensor:
+def _losses(
+    stages: Sequence[torch.nn.Module],
+    boundary: BoundarySpec,
+    inputs: Inputs,
+    loss: Loss,
+    microbatch: int,
+) -> list[torch.Tensor]:
+    """The loss, and those of the stages."""
+    last = len(stages) - 1
+    keywords = KeywordSplit(stages[last], loss)
     arguments: tuple[Any, ...] = ()
-    for number, stage in enumerate(stages[:-1]):
-        output = stage(*arguments, **inputs(number, microbatch))
+    skips: dict[str, torch.Tensor] = {}
+    further: list[torch.Tensor] = []
+    for_loss: Mapping[str, Any] = {}
+    output: Any = None
+    for number, stage in enumerate(stages):
+        own = inputs(number, microbatch)
+        if number == last:
+            own, for_loss = keywords.split(own)
+        returned = as_stage_output(stage(*arguments, **own, **skips_into(number, boundary, skips)))
+        skips = skips_behind(number, boundary, skips, returned)
+        further += returned.losses.values()
+        output = returned.output
         arguments = tuple(output) if isinstance(output, tuple | list) else (output,)
-    split = KeywordSplit(stages[-1], loss)
-    for_stage, for_loss = split.split(inputs(len(stages) - 1, microbatch))
-    return loss(stages[-1](*arguments, **for_stage), **for_loss)
+    return [loss(output, **for_loss), *further]

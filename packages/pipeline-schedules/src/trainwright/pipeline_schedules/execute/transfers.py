@@ -80,7 +80,7 @@ class Transfers:
     def expect_input(self, slot: Slot) -> None:
         """Start receiving what the stage before hands to this one."""
         receive = self._links.receiver(slot, -1)
-        declared = self._links.boundary.outputs.get(slot[0] - 1)
+        declared = self._links.boundary.declared(slot[0] - 1)
         incoming = _IncomingCrossing(receive, self._links.transport.device, declared)
         if not self._links.receive_ahead:
             incoming.read_header()

@@ -1,0 +1,188 @@
+"""Takes the backward of products apart: input gradients at once, weight gradients owed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from trainwright.pipeline_schedules.execute.errors import PipelineError
+from trainwright.pipeline_schedules.execute.operations import BUILT_IN
+from trainwright.pipeline_schedules.execute.protocol import Gradients, SplitOperation
+from trainwright.pipeline_schedules.execute.weight_gradients import Owed, WeightGradients
+from trainwright.pipeline_schedules.execute.weight_sources import parameter_of
+
+
+class SplitProducts(TorchFunctionMode):
+    """While active, products with parameters have a backward that owes their weight gradients.
+
+    That is `torch.nn.functional.linear`, a product by `torch.matmul`, ``@``, `torch.mm` or
+    `torch.addmm` whose right factor is a parameter, and every `SplitOperation`. It has to be active
+    in the forward of a split stage and in its I, where activations are recomputed.
+
+    Args:
+        debts: Where weight gradients are owed.
+    """
+
+    def __init__(self, debts: WeightGradients) -> None:
+        super().__init__()
+        self._debts = debts
+        # Makes an output of input without gradient need one, so that its backward is run.
+        self._anchor = torch.zeros((), requires_grad=True)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``, split where it can be."""
+        kwargs = kwargs or {}
+        if types or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        found = _operation(func, args, kwargs)
+        if found is None:
+            return func(*args, **kwargs)
+        operation, arguments = found
+        weights = tuple(arguments[place] for place in operation.weights)
+        parameters = _parameters_of(weights)
+        if not parameters or torch._C._are_functorch_transforms_active():
+            return func(*args, **kwargs)
+        rest = [None if n in operation.weights else value for n, value in enumerate(arguments)]
+        if any(_index(value, weights) is not None for value in rest):
+            return func(*args, **kwargs)
+        call = Call(operation, arguments, weights, parameters, self._debts)
+        anchor = None if any(map(_needs_grad, rest)) else self._anchor
+        return _InputGradient.apply(call, anchor, *rest)  # type: ignore[no-untyped-call]
+
+
+def _operation(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[type[SplitOperation], tuple[Any, ...]] | None:
+    """What stands for a function, and the arguments that this takes."""
+    known = BUILT_IN.get(func)
+    if known is not None:
+        try:
+            return known.operation, known.bind(*args, **kwargs)
+        except TypeError:
+            return None
+    owner = getattr(func, "__self__", None)
+    if kwargs or not isinstance(owner, type) or not hasattr(owner, "weight_gradient"):
+        return None
+    return owner, args
+
+
+def _parameters_of(weights: Iterable[Any]) -> tuple[nn.Parameter, ...]:
+    """The parameters that weights are made of; none unless that holds for all that are trained."""
+    found: list[nn.Parameter] = []
+    for weight in weights:
+        if _needs_grad(weight):
+            parameter = parameter_of(weight)
+            if parameter is None:
+                return ()
+            found.append(parameter)
+    return tuple(found)
+
+
+def _needs_grad(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+class Call:
+    """One call of an operation: the context that it sees, and what becomes of its gradients.
+
+    Autograd's own context keeps what the operation saves, except for weights: these are kept by
+    reference, so that they may be released, gathered and recomputed around meanwhile.
+    """
+
+    def __init__(
+        self,
+        operation: type[SplitOperation],
+        arguments: tuple[Any, ...],
+        weights: tuple[Any, ...],
+        parameters: tuple[nn.Parameter, ...],
+        debts: WeightGradients,
+    ) -> None:
+        self.needs_input_grad = tuple(map(_needs_grad, arguments))
+        self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
+        self._operation = operation
+        self._weights = weights
+        self._parameters = parameters
+        self._debts = debts
+        self._versions = _versions(weights)
+        self._by_reference: tuple[int | None, ...] = ()
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Keep tensors for the backward, in place of those that were kept before."""
+        self.saved_tensors = tensors
+
+    def forward(self, rest: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor | None]]:
+        """Compute; gives back the result and what autograd is to keep."""
+        arguments = list(rest)
+        for place, weight in zip(self._operation.weights, self._weights, strict=True):
+            arguments[place] = weight
+        result = self._operation.forward(self, *arguments)
+        saved, self.saved_tensors = self.saved_tensors, ()
+        self._by_reference = tuple(_index(tensor, self._weights) for tensor in saved)
+        kept = zip(saved, self._by_reference, strict=True)
+        return result, [tensor for tensor, place in kept if place is None]
+
+    def backward(self, kept: Iterable[torch.Tensor], gradients: tuple[torch.Tensor, ...]) -> Any:
+        """The gradients of the arguments; those of the weights are owed.
+
+        Raises:
+            PipelineError: A weight was changed since the forward, or this is no I.
+        """
+        self._require_same_weights()
+        others = iter(kept)
+        self.saved_tensors = tuple(
+            next(others) if place is None else self._weights[place] for place in self._by_reference
+        )
+        of_arguments = self._operation.input_gradient(self, *gradients)
+        self.saved_tensors = tuple(
+            None if _index(tensor, self._weights) is not None else tensor
+            for tensor in self.saved_tensors
+        )
+        wanted = tuple(map(_needs_grad, self._weights))
+        trained = tuple(w for w, is_wanted in zip(self._weights, wanted, strict=True) if is_wanted)
+        self._weights = ()
+        self._debts.add(Owed(self._operation, self, gradients, trained, wanted, self._parameters))
+        return of_arguments
+
+    def _require_same_weights(self) -> None:
+        if _versions(self._weights) != self._versions:
+            raise PipelineError(
+                f"a weight of a {self._operation.__name__} was changed in place between the "
+                f"forward and its I, so that the gradients would be of other weights; finish the "
+                f"step before the update"
+            )
+
+
+class _InputGradient(torch.autograd.Function):
+    """An operation without its weights, as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, _: torch.Tensor | None, *rest: Any) -> Any:
+        result, kept = call.forward(rest)
+        ctx.save_for_backward(*kept)
+        ctx.call = call
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
+        call: Call = ctx.call
+        return (None, None, *call.backward(ctx.saved_tensors, gradients))
+
+
+def _versions(weights: Iterable[Any]) -> list[int]:
+    return [weight._version for weight in weights if weight is not None]
+
+
+def _index(tensor: object, weights: tuple[Any, ...]) -> int | None:
+    if tensor is None:
+        return None
+    return next((n for n, weight in enumerate(weights) if weight is tensor), None)
