@@ -1,12 +1,18 @@
-"""What a process of `run_processes` does; a script, so that it imports only what it needs."""
+"""What the processes of `run_processes` do; a script, so that it imports only what it needs.
+
+The first process imports what all need and becomes the ranks by forking, since importing costs more
+than most tests.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import importlib.util
 import os
 import pickle
+import random
 import signal
 import sys
 import time
@@ -22,16 +28,55 @@ import torch.distributed as dist
 from trainwright.collectives.torch_communicator import TorchCommunicator
 
 Location = tuple[str, str | None, str]
+# Where the function is, its pickled arguments, number of ranks, seconds for all of it.
+Task = tuple[Location, bytes, int, float]
 
 
 def main() -> None:
-    """Run the task of the folder named on the command line, as the rank named there."""
+    """Start the ranks of the folder named on the command line, and write down how they end."""
     folder = Path(sys.argv[1])
-    rank = int(sys.argv[2])
-    location, pickled, world_size, timeout_s = pickle.loads((folder / "task").read_bytes())
+    task: Task = pickle.loads((folder / "task").read_bytes())
+    # What cannot be imported is told by the ranks.
+    with contextlib.suppress(Exception):
+        _find(task[0])
+    ranks: dict[int, int] = {}
+
+    def pass_on(number: int, frame: object) -> None:
+        for pid in list(ranks):
+            os.kill(pid, signal.SIGKILL if number == signal.SIGTERM else number)
+        if number == signal.SIGTERM:
+            os._exit(1)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGUSR1, pass_on)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    for rank in range(task[2]):
+        pid = os.fork()
+        if pid == 0:
+            return _live(folder, rank, *task)
+        ranks[pid] = rank
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    while ranks:
+        # It is forgotten before it is waited for: afterwards another process may have its number.
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        rank = ranks.pop(ended.si_pid)
+        status = os.waitpid(ended.si_pid, 0)[1]
+        _write(folder, f"ended-{rank}", str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _live(
+    folder: Path, rank: int, location: Location, pickled: bytes, world_size: int, timeout_s: float
+) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    with open(folder / f"output-{rank}", "wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     # The last resort if the parent is gone; its own deadline comes first.
     faulthandler.dump_traceback_later(timeout_s + 5.0, exit=True)
     faulthandler.register(signal.SIGUSR1)
+    random.seed()
     torch.set_num_threads(1)
     report: tuple[bool, Any, float]
     try:
@@ -51,13 +96,18 @@ def main() -> None:
         dist.destroy_process_group()
     except BaseException as error:
         report = (True, (_pickle(error), traceback.format_exc()), time.time())
-    written = folder / f"writing-{rank}"
-    written.write_bytes(pickle.dumps(report))
-    os.replace(written, folder / f"report-{rank}")
+    _write(folder, f"report-{rank}", pickle.dumps(report))
     sys.stdout.flush()
     if report[0]:
         # Connections of an abandoned group may keep threads that would wait for peers.
         os._exit(1)
+
+
+def _write(folder: Path, name: str, data: bytes) -> None:
+    """Write a file that is there at once as a whole."""
+    written = folder / f"writing-{name}"
+    written.write_bytes(data)
+    os.replace(written, folder / name)
 
 
 def _run(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -71,6 +121,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 def _find(location: Location) -> Callable[..., Any]:
     name, file, qualname = location
+    loaded = f"trainwright_child.{name}"
     try:
         if name == "__main__" and file is not None:
             raise ModuleNotFoundError(name)
@@ -79,17 +130,25 @@ def _find(location: Location) -> Callable[..., Any]:
         if file is None:
             raise
         # Tests are often files that no import finds; a script must not run as one again.
-        name = f"trainwright_child.{name}"
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        found = importlib.util.module_from_spec(spec)
-        sys.modules[name] = found
-        spec.loader.exec_module(found)
+        found = sys.modules.get(loaded) or _load(loaded, file)
     for part in qualname.split("."):
         found = getattr(found, part)
     function: Callable[..., Any] = found
     return function
+
+
+def _load(name: str, file: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _pickle(error: BaseException) -> bytes:

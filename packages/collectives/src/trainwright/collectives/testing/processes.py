@@ -38,15 +38,16 @@ def run_processes(
 ) -> list[Any]:
     """Call ``fn(communicator, *args)`` in ``world_size`` new processes; return results by rank.
 
-    The processes have one intra-op thread each and a default process group over Gloo, so ``fn``
-    may use torch.distributed as well. They end at the deadline, by themselves or by the caller's
-    hand, and leave nothing behind.
+    The processes are forks of a new one that has imported what they need: nothing of the caller's
+    is in them, and strings hash alike on all ranks. They have one intra-op thread each and a
+    default process group over Gloo, so ``fn`` may use torch.distributed as well. They end at the
+    deadline, by themselves or by the caller's hand, and leave nothing behind.
 
     Args:
         fn: a function of a module; processes find it by the name of the module or by its file.
         world_size: number of processes.
         *args: passed on; they and the results are pickled.
-        timeout_s: for all of it; starting takes two or three seconds.
+        timeout_s: for all of it; starting takes three seconds.
 
     Raises:
         BaseException: what the first process to fail raised, with rank and traceback as notes.
@@ -59,37 +60,52 @@ def run_processes(
         module = sys.modules[fn.__module__]
         location = (fn.__module__, getattr(module, "__file__", None), fn.__qualname__)
         task.write_bytes(pickle.dumps((location, pickle.dumps(args), world_size, timeout_s)))
-        children = [_Child.start(Path(folder), rank) for rank in range(world_size)]
+        children = [_Child(rank, Path(folder)) for rank in range(world_size)]
+        parent = _start(Path(folder))
         try:
-            _await(children, deadline)
+            _await(children, parent, deadline)
             return [child.result() for child in children]
         finally:
-            for child in children:
-                child.kill()
+            _end(parent)
+
+
+def _start(folder: Path) -> subprocess.Popen[bytes]:
+    """Start the process that becomes the ranks."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OMP_NUM_THREADS": "1",
+    }
+    with open(folder / "output", "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-P", str(_CHILD), str(folder)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _end(parent: subprocess.Popen[bytes]) -> None:
+    """End it together with the ranks."""
+    if parent.poll() is None:
+        parent.terminate()
+        try:
+            parent.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            parent.kill()
+    parent.wait()
 
 
 @attrs.define
 class _Child:
     rank: int
     folder: Path
-    process: subprocess.Popen[bytes]
 
-    @classmethod
-    def start(cls, folder: Path, rank: int) -> _Child:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "OMP_NUM_THREADS": "1",
-        }
-        with open(folder / f"output-{rank}", "wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(_CHILD), str(folder), str(rank)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        return cls(rank, folder, process)
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._path("ended").exists()
 
     def result(self) -> Any:
         is_error, value, _ = self._report()
@@ -98,10 +114,10 @@ class _Child:
 
     def failure(self) -> tuple[float, BaseException] | None:
         """Return when and why it failed, or None."""
-        if self.process.poll() is None:
+        if not self.has_ended:
             return None
         if not self._path("report").exists():
-            text = f"rank {self.rank} ended with exit code {self.process.returncode}"
+            text = f"rank {self.rank} ended with exit code {self._path('ended').read_text()}"
             return time.time(), RemoteError(f"{text}:\n{self.output()}")
         is_error, value, ended = self._report()
         if not is_error:
@@ -115,12 +131,8 @@ class _Child:
 
     def output(self) -> str:
         """Return the end of what it printed."""
-        return self._path("output").read_text(errors="replace")[-4000:]
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        path = self._path("output")
+        return path.read_text(errors="replace")[-4000:] if path.exists() else ""
 
     def _path(self, what: str) -> Path:
         return self.folder / f"{what}-{self.rank}"
@@ -130,17 +142,21 @@ class _Child:
         return is_error, value, ended
 
 
-def _await(children: list[_Child], deadline: float) -> None:
+def _await(children: list[_Child], parent: subprocess.Popen[bytes], deadline: float) -> None:
     """Return when all have succeeded; raise what the first of them to fail raised."""
     while True:
-        running = [child for child in children if child.process.poll() is None]
+        # A parent that has ended has written down how all of its ranks did.
+        is_over = parent.poll() is not None
+        running = [child for child in children if not child.has_ended]
         if any(child.failure() is not None for child in children):
             break
         if not running:
             return
+        if is_over:
+            output = (children[0].folder / "output").read_text(errors="replace")
+            raise RemoteError(f"no process could be started:\n{output}")
         if time.monotonic() > deadline:
-            for child in running:
-                child.process.send_signal(signal.SIGUSR1)
+            parent.send_signal(signal.SIGUSR1)
             time.sleep(_STACKS_S)
             said = "\n".join(f"--- rank {child.rank}\n{child.output()}" for child in children)
             raise TimeoutError(f"ranks {[child.rank for child in running]} did not finish\n{said}")
@@ -148,7 +164,7 @@ def _await(children: list[_Child], deadline: float) -> None:
     patience = min(deadline, time.monotonic() + _GRACE_S)
     while running and time.monotonic() < patience:
         time.sleep(_POLL_S)
-        running = [child for child in running if child.process.poll() is None]
+        running = [child for child in running if not child.has_ended]
     failures = [child.failure() for child in children]
     raise _first([failure for failure in failures if failure is not None])
 
