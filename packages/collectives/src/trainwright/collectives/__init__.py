@@ -12,6 +12,7 @@ from trainwright.collectives import (
 )
 from trainwright.collectives.box import Box
 from trainwright.collectives.errors import (
+    BufferInFlightError,
     CollectiveError,
     CollectiveTimeoutError,
     PeerFailedError,
@@ -34,9 +35,11 @@ from trainwright.collectives.stopping import stopping_peers
 from trainwright.collectives.torch_communicator import TorchCommunicator
 from trainwright.collectives.traffic import Traffic
 from trainwright.collectives.uneven import all_gather_uneven
+from trainwright.collectives.watched import Watched
 
 __all__ = [
     "Box",
+    "BufferInFlightError",
     "CollectiveError",
     "CollectiveTimeoutError",
     "Communicator",
@@ -55,6 +58,7 @@ __all__ = [
     "TorchCommunicator",
     "Traffic",
     "UsageError",
+    "Watched",
     "Work",
     "algorithms",
     "all_gather_object",

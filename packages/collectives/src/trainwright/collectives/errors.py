@@ -9,6 +9,10 @@ class UsageError(CollectiveError, ValueError):
     """The caller asked for something the contract does not allow; raised before any transfer."""
 
 
+class BufferInFlightError(UsageError):
+    """Memory that belongs to an operation was touched before that was waited for."""
+
+
 class PeerFailedError(CollectiveError):
     """Another rank failed; ``rank`` names it (in the world) and ``cause`` says why."""
 
