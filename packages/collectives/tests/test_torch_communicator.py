@@ -179,13 +179,26 @@ def native_operations_obey_too(comm: TorchCommunicator) -> None:
         output = torch.empty(2)
         native.reduce_scatter(output, given).wait()
         assert output.tolist() == [20.0 * native.rank, 20.0 * native.rank + 10.0]
+        turned = torch.empty(2, dtype=torch.complex64)
+        native.reduce_scatter(turned, given * 1j).wait()
+        assert turned.tolist() == [1j * value for value in output.tolist()]
+        for dtype in (torch.float32, torch.complex64, torch.int16):
+            for root in (0, 3):
+                own = (torch.arange(6).view(2, 3) + 100 * native.rank).to(dtype)
+                gathered = torch.empty(8, 3, dtype=dtype) if native.rank == root else None
+                native.gather(gathered, own, root).wait()
+                back = torch.empty_like(own)
+                native.scatter(back, gathered, root).wait()
+                assert torch.equal(back, own)
+                if gathered is not None:
+                    assert torch.equal(gathered[2:4], own + 100 * (1 - native.rank))
         half = native.split(comm.rank % 2, key=-native.rank)
         assert half is not None
         members = [rank for rank in reversed(ranks) if rank % 2 == comm.rank % 2]
         assert (half.rank, half.size) == (members.index(comm.rank), 2)
-        gathered = torch.empty(2, dtype=torch.int64)
-        half.all_gather(gathered, torch.tensor([comm.rank])).wait()
-        assert gathered.tolist() == members
+        together = torch.empty(2, dtype=torch.int64)
+        half.all_gather(together, torch.tensor([comm.rank])).wait()
+        assert together.tolist() == members
         with pytest.raises(UsageError, match="not available yet"):
             half.split(0)
 

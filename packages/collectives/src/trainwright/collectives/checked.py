@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import attrs
 import torch
 
 from trainwright.collectives import checks
@@ -229,10 +230,10 @@ class CheckedCommunicator:
             checks.check_peer(what, message.peer, self._rank, self._size)
             if isinstance(message, Send):
                 data = readable(what, message.tensor, self._device)
-                checked.append(Send(data, message.peer, message.tag))
             else:
                 data = writable(what, message.tensor, self._device, copies)
-                checked.append(Recv(data, message.peer, message.tag))
+            is_same = data is message.tensor
+            checked.append(message if is_same else attrs.evolve(message, tensor=data))
         checks.check_timeout("exchange", timeout_s)
         if self._deferred is None:
             work = self._backend.exchange(checked, timeout_s)

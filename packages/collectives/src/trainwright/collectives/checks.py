@@ -66,8 +66,9 @@ def check_same_dtype(what: str, output: torch.Tensor, input: torch.Tensor) -> No
 
 def check_concatenated(what: str, large: torch.Tensor, small: torch.Tensor, size: int) -> None:
     """Refuse a large tensor that is not ``size`` small ones along dim 0."""
-    rows = small.shape if small.ndim else torch.Size((1,))
-    if large.ndim != len(rows) or large.shape[0] != size * rows[0] or large.shape[1:] != rows[1:]:
+    rows: Sequence[int] = small.shape or (1,)
+    whole = large.shape
+    if len(whole) != len(rows) or whole[0] != size * rows[0] or whole[1:] != rows[1:]:
         expected = [size * rows[0], *rows[1:]]
         raise UsageError(
             f"{what}: a part is {list(small.shape)} and there are {size} ranks, so the whole must "

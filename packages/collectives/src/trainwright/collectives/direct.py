@@ -9,14 +9,14 @@ cannot block each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import attrs
 import torch
 
 from trainwright.collectives.arithmetic import combine
 from trainwright.collectives.calls import Call, Kind
-from trainwright.collectives.scratch import Scratch
+from trainwright.collectives.scratch import Rows, Scratch
 
 Part = tuple[int, torch.Tensor]
 
@@ -33,7 +33,7 @@ class Plan:
     late_receives: list[Part] = attrs.Factory(list)
     between: Callable[[], list[Part]] | None = None
     finish: Callable[[], None] | None = None
-    scratch: torch.Tensor | None = None
+    scratch: Rows | None = None
 
 
 def plan(call: Call, rank: int, size: int, scratch: Scratch) -> Plan:
@@ -65,11 +65,11 @@ def _plan_reduce_scatter(call: Call, rank: int, size: int, scratch: Scratch) -> 
     rows = _rows(call.input, size)
     output = _flat(call.output)
     # An output of its own is as good as scratch for what one of the peers sends.
-    came = [] if _overlap(output, rows) else [output]
+    came = [] if _overlap(output, rows[0], rows[-1]) else [output]
     buffers = None
     if len(came) < size - 1:
-        buffers = scratch.take((size - 1 - len(came), rows.shape[1]), rows)
-        came.extend(buffers.unbind(0))
+        buffers = scratch.take_rows(size - 1 - len(came), output.numel(), output)
+        came.extend(buffers.rows)
     return Plan(
         receives=_received(came, rank, size),
         sends=[(peer, rows[peer]) for peer in _after(rank, size)],
@@ -143,10 +143,9 @@ def _plan_gather(call: Call, rank: int, size: int) -> Plan:
 
 
 def _plan_barrier(call: Call, rank: int, size: int) -> Plan:
-    token = torch.zeros(1, dtype=torch.uint8)
-    arrived = torch.empty(size, dtype=torch.uint8)
+    token, *arrived = _tokens(size)
     return Plan(
-        receives=[(peer, arrived[peer : peer + 1]) for peer in _before(rank, size)],
+        receives=_received(arrived, rank, size),
         sends=[(peer, token) for peer in _after(rank, size)],
     )
 
@@ -177,9 +176,10 @@ def _combine_whole(
 ) -> Plan:
     made = Plan(sends=[(peer, data) for peer in _after(rank, size) if peer in receivers])
     if rank in receivers:
-        came = made.scratch = scratch.take((size - 1, data.numel()), data)
-        made.receives = _received(came.unbind(0), rank, size)
-        made.finish = partial(_combine_rows, call, data, came.unbind(0), data, rank)
+        made.scratch = scratch.take_rows(size - 1, data.numel(), data)
+        came = made.scratch.rows
+        made.receives = _received(came, rank, size)
+        made.finish = partial(_combine_rows, call, data, came, data, rank)
     return made
 
 
@@ -193,8 +193,8 @@ def _combine_by_chunks(
 ) -> Plan:
     chunks = data.tensor_split(size)
     own = chunks[rank]
-    buffers = scratch.take((size - 1, own.numel()), own)
-    came = buffers.unbind(0)
+    buffers = scratch.take_rows(size - 1, own.numel(), own)
+    came = buffers.rows
     is_receiver = rank in receivers
     result = own if is_receiver else torch.empty_like(own)
 
@@ -230,17 +230,18 @@ def _combine_rows(
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
-    return tensor.view(-1)
+    return tensor if tensor.ndim == 1 else tensor.view(-1)
 
 
-def _rows(tensor: torch.Tensor | None, size: int) -> torch.Tensor:
+def _rows(tensor: torch.Tensor | None, size: int) -> tuple[torch.Tensor, ...]:
     assert tensor is not None
-    return tensor.view(size, tensor.numel() // size)
+    return tensor.view(size, -1 if tensor.numel() else 0).unbind(0)
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes
+def _overlap(one: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> bool:
+    """Whether a tensor has memory between the beginning of ``start`` and the end of ``end``."""
+    first = one.data_ptr()
+    return first < end.data_ptr() + end.nbytes and start.data_ptr() < first + one.nbytes
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -248,9 +249,17 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _after(rank: int, size: int) -> list[int]:
-    return [(rank + step) % size for step in range(1, size)]
+@lru_cache(64)
+def _tokens(size: int) -> tuple[torch.Tensor, ...]:
+    """Return a byte for each rank; nobody looks at what is in them."""
+    return torch.zeros(size, 1, dtype=torch.uint8).unbind(0)
 
 
-def _before(rank: int, size: int) -> list[int]:
-    return [(rank - step) % size for step in range(1, size)]
+@lru_cache(64)
+def _after(rank: int, size: int) -> tuple[int, ...]:
+    return tuple((rank + step) % size for step in range(1, size))
+
+
+@lru_cache(64)
+def _before(rank: int, size: int) -> tuple[int, ...]:
+    return tuple((rank - step) % size for step in range(1, size))

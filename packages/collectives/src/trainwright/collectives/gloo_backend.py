@@ -14,14 +14,15 @@ from trainwright.collectives.errors import CollectiveTimeoutError, UsageError
 from trainwright.collectives.failures import Failure, FailureBoard
 from trainwright.collectives.gloo_tags import MAX_TAG, Tags
 from trainwright.collectives.gloo_work import GlooWork, Ticket
+from trainwright.collectives.grad_mode import without_grad
 from trainwright.collectives.protocol import Recv, Send, Work
 from trainwright.collectives.rendezvous import Link, Store, connect, nest
 from trainwright.collectives.scratch import Scratch
 from trainwright.collectives.single import compute_alone
 from trainwright.collectives.works import DONE
 
-# Peer, tensor, tag.
-_Posting = tuple[int, torch.Tensor, int]
+# Peer, whether it is a receive, tensor, tag.
+_Posting = tuple[int, bool, torch.Tensor, int]
 
 # Works nobody waited for are kept while their messages are under way, up to this many.
 _MAX_DROPPED = 1024
@@ -84,7 +85,7 @@ class GlooBackend:
             return DONE
         call.number = self._num_started
         self._num_started += 1
-        with torch.no_grad():
+        with without_grad():
             plan = direct.plan(call, self.rank, self.size, self.scratch)
         first, second = self._tags.of_collective(call)
         work = GlooWork(self, call, call.timeout_s)
@@ -100,19 +101,18 @@ class GlooBackend:
         return work
 
     def exchange(self, messages: Sequence[Send | Recv], timeout_s: float | None) -> Work:
-        """Post the receives, then the sends."""
+        """Post the messages in the order in which they stand."""
         if not messages:
             self.board.check()
             return DONE
-        receives: list[_Posting] = []
-        sends: list[_Posting] = []
+        postings: list[_Posting] = []
         for message in messages:
             if not 0 <= message.tag <= MAX_TAG:
                 raise UsageError(f"tag={message.tag} must be between 0 and {MAX_TAG} on Gloo")
-            postings = receives if isinstance(message, Recv) else sends
-            postings.append((message.peer, message.tensor, self._tags.of_message(message)))
+            tag = self._tags.of_message(message)
+            postings.append((message.peer, isinstance(message, Recv), message.tensor, tag))
         what = _Messages(messages)
-        tickets = self._post(receives, sends, what)
+        tickets = self._post(postings, what)
         work = GlooWork(self, what, timeout_s)
         work.start(tickets, None, None, messages)
         self._works.add(work)
@@ -199,15 +199,11 @@ class GlooBackend:
         call: Call,
     ) -> list[Ticket]:
         of_part = self._tags.of_part
-        return self._post(
-            [(peer, part, of_part(tag, part.numel())) for peer, part in receives],
-            [(peer, part, of_part(tag, part.numel())) for peer, part in sends],
-            call,
-        )
+        postings = [(peer, True, part, of_part(tag, part.numel())) for peer, part in receives]
+        postings += [(peer, False, part, of_part(tag, part.numel())) for peer, part in sends]
+        return self._post(postings, call)
 
-    def _post(
-        self, receives: Sequence[_Posting], sends: Sequence[_Posting], what: object
-    ) -> list[Ticket]:
+    def _post(self, postings: Sequence[_Posting], what: object) -> list[Ticket]:
         self.board.check()
         if len(self.dropped) > _MAX_DROPPED:
             self._finish_dropped()
@@ -215,12 +211,10 @@ class GlooBackend:
         peer = -1
         tickets: list[Ticket] = []
         try:
-            for peer, tensor, tag in receives:
+            for peer, is_receive, tensor, tag in postings:
                 if tensor.numel():
-                    tickets.append((peer, True, group.recv([tensor], peer, tag)))
-            for peer, tensor, tag in sends:
-                if tensor.numel():
-                    tickets.append((peer, False, group.send([tensor], peer, tag)))
+                    post = group.recv if is_receive else group.send
+                    tickets.append((peer, is_receive, post([tensor], peer, tag)))
         except RuntimeError as error:
             tickets.clear()
             del group

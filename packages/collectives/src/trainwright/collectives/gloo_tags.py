@@ -43,7 +43,7 @@ class Tags:
 
     def of_message(self, message: Send | Recv) -> int:
         """Return the tag of a message of the caller."""
-        signature = (tuple(message.tensor.shape), message.tensor.dtype)
+        signature = (message.tensor.shape, message.tensor.dtype)
         return (message.tag << _HASH_BITS) | (self._hash(signature) % (1 << _HASH_BITS))
 
     def _hash(self, signature: object) -> int:

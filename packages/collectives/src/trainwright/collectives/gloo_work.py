@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from trainwright.collectives.grad_mode import without_grad
+from trainwright.collectives.scratch import Rows
+
 if TYPE_CHECKING:
     from trainwright.collectives.gloo_backend import GlooBackend
 
@@ -20,13 +23,27 @@ Ticket = tuple[int, bool, dist.Work]
 
 
 class _Watch:
-    """A background thread's waiting for a work."""
+    """Somebody's waiting for a work: who has the claim waits for its messages, others for him."""
 
-    __slots__ = ("claim", "is_over")
+    # Locks, because an Event takes ten times as long to make.
+    __slots__ = ("_is_over", "_open", "claim")
 
     def __init__(self) -> None:
         self.claim = threading.Lock()
-        self.is_over = threading.Event()
+        self._is_over = False
+        self._open = threading.Lock()
+        self._open.acquire()
+
+    def end(self) -> None:
+        """Wake those who wait for the one with the claim."""
+        self._is_over = True
+        self._open.release()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Return whether it ends within this time."""
+        if not self._is_over and self._open.acquire(timeout=_lock_timeout(timeout_s)):
+            self._open.release()
+        return self._is_over
 
 
 class GlooWork:
@@ -56,7 +73,7 @@ class GlooWork:
         self._tickets: list[Ticket] = []
         self._late: list[Ticket] = []
         self._finish: Callable[[], None] | None = None
-        self._scratch: torch.Tensor | None = None
+        self._scratch: Rows | None = None
         self._buffers: object = None
         self._is_sent: threading.Lock | None = None
         self._watch: _Watch | None = None
@@ -68,7 +85,7 @@ class GlooWork:
         self,
         tickets: list[Ticket],
         finish: Callable[[], None] | None,
-        scratch: torch.Tensor | None,
+        scratch: Rows | None,
         buffers: object,
     ) -> None:
         """Take over the messages and what belongs to them."""
@@ -109,7 +126,7 @@ class GlooWork:
             watch = self._watch = _Watch()
         if watch.claim.acquire(blocking=False):
             self._await_claimed(watch, timeout_s)
-        elif not watch.is_over.wait(timeout_s):
+        elif not watch.wait(timeout_s):
             raise self._backend.explain(TimeoutError(), self._what, -1, self._senders)
         if self._error is not None:
             raise self._error
@@ -117,10 +134,10 @@ class GlooWork:
             self._backend.board.check()
         self._is_done = True
         if self._finish is not None:
-            with torch.no_grad():
+            with without_grad():
                 self._finish()
         if self._scratch is not None:
-            self._backend.scratch.give_back(self._scratch)
+            self._backend.scratch.give_back_rows(self._scratch)
         self._clear()
 
     def is_done(self, within_s: float = 0.0) -> bool:
@@ -134,7 +151,7 @@ class GlooWork:
             self._watch = _Watch()
             watcher = self._backend.watcher(self._senders)
             watcher.run(partial(self._keep_watch, self._watch))
-        return self._watch.is_over.wait(within_s)
+        return self._watch.wait(within_s)
 
     def close(self) -> None:
         """Forget the messages; their connections can go."""
@@ -157,7 +174,7 @@ class GlooWork:
         except Exception as error:
             # Frames would keep the messages, and they the connections.
             self._error = error.with_traceback(None)
-        watch.is_over.set()
+        watch.end()
 
     def _await_all(self, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -193,7 +210,7 @@ class GlooWork:
     def _await_background(self, timeout_s: float | None) -> None:
         assert self._is_sent is not None
         lock = self._is_sent
-        if not lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+        if not lock.acquire(timeout=_lock_timeout(timeout_s)):
             raise self._backend.explain(TimeoutError(), self._what, -1, self._senders)
         lock.release()
         if self._error is not None:
@@ -205,6 +222,11 @@ class GlooWork:
         self._finish = None
         self._scratch = None
         self._buffers = None
+
+
+def _lock_timeout(timeout_s: float | None) -> float:
+    """Return what locks take: -1 for ever, and no more than they can."""
+    return -1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)
 
 
 def _has_come(work: dist.Work) -> bool:

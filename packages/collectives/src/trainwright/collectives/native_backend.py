@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,17 @@ from trainwright.collectives import direct
 from trainwright.collectives.calls import Call, Kind, members_by_color
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.failures import Failure, FailureBoard
-from trainwright.collectives.native_wire import as_bytes, from_wire, is_carried, to_wire, wire_op
-from trainwright.collectives.native_work import Finish, NativeWork
-from trainwright.collectives.protocol import Recv, Send, Work
+from trainwright.collectives.grad_mode import without_grad
+from trainwright.collectives.native_wire import (
+    as_carried,
+    flat,
+    from_wire,
+    is_carried,
+    to_wire,
+    wire_op,
+)
+from trainwright.collectives.native_work import Finish, NativeWork, wait_for
+from trainwright.collectives.protocol import Recv, ReduceOp, Send, Work
 from trainwright.collectives.scratch import Scratch
 from trainwright.collectives.single import compute_alone
 from trainwright.collectives.works import DONE
@@ -59,8 +68,13 @@ class NativeBackend:
         self._is_deterministic = is_deterministic
         self._group = group
         self._in_group = [order.index(rank) for rank in ranks]
+        # And the other way round: the members in the order of the group, counted here.
+        self._from_group = [self._in_group.index(rank) for rank in range(self.size)]
         self._is_in_order = self._in_group == list(range(self.size))
         self._num_splits = 0
+        # Only groups that torch itself has made can do that.
+        is_plain = type(group) is dist.ProcessGroup
+        self._is_coalescing = is_plain and group._get_backend(device).supports_coalescing
         board.watch(self)
 
     def start(self, call: Call) -> Work:
@@ -71,11 +85,14 @@ class NativeBackend:
             return DONE
         work = NativeWork(self.board, self.name, self.ranks, call, call.timeout_s)
         if _has_elements(call):
-            with torch.no_grad(), work.explained():
-                if call.op is not None and (self._is_deterministic or not is_carried(call)):
-                    works, finish = self._start_exchange(call)
-                else:
-                    works, finish = _STARTERS[call.kind](self, call)
+            try:
+                with without_grad():
+                    if call.op is not None and (self._is_deterministic or not is_carried(call)):
+                        works, finish = self._start_exchange(call)
+                    else:
+                        works, finish = _STARTERS[call.kind](self, call)
+            except RuntimeError as error:
+                raise work.explain(error) from error
             work.start(works, finish, call)
         return work
 
@@ -84,8 +101,11 @@ class NativeBackend:
         self.board.check()
         work = NativeWork(self.board, self.name, self.ranks, "exchange", timeout_s)
         if messages:
-            with work.explained():
-                work.start(self._batch(messages), None, messages)
+            try:
+                works = self._batch(messages)
+            except RuntimeError as error:
+                raise work.explain(error) from error
+            work.start(works, None, messages)
         return work
 
     def start_together(self, pending: Sequence[Call | Sequence[Send | Recv]]) -> list[Work]:
@@ -132,38 +152,37 @@ class NativeBackend:
         self._group.abort()
 
     def _batch(self, messages: Sequence[Send | Recv]) -> list[dist.Work]:
-        operations = [
-            dist.P2POp(
-                dist.isend if isinstance(message, Send) else dist.irecv,
-                as_bytes(message.tensor),
-                group=self._group,
-                tag=message.tag,
-                group_peer=self._in_group[message.peer],
-            )
-            for message in messages
-            if message.tensor.numel()
-        ]
-        return dist.batch_isend_irecv(operations) if operations else []
+        """Do what ``dist.batch_isend_irecv`` does, with tags."""
+        full = [message for message in messages if message.tensor.numel()]
+        is_one = self._is_coalescing and full
+        if is_one:
+            self._group._start_coalescing(self.device)
+        works = []
+        for message in full:
+            post = self._group.send if isinstance(message, Send) else self._group.recv
+            peer = self._in_group[message.peer]
+            works.append(post([as_carried(message.tensor)], peer, message.tag))
+        return [self._group._end_coalescing(self.device)] if is_one else works
 
     def _start_all_reduce(self, call: Call) -> Started:
         assert call.output is not None
         output = call.output
         wire = to_wire(output, call)
-        options = c10d.AllreduceOptions()
+        options = _timed(c10d.AllreduceOptions(), call)
         options.reduceOp = wire_op(call)
-        _set_timeout(options, call)
         work = self._group.allreduce([wire], options)
+        if wire is output and call.op is not ReduceOp.AVG:
+            return [work], None
         return [work], lambda: from_wire(output, wire, call, self.size)
 
     def _start_reduce(self, call: Call) -> Started:
         assert call.output is not None
         output = call.output
-        # Backends use the tensors of all ranks as workspace.
-        wire = to_wire(output, call, copy=True)
-        options = c10d.ReduceOptions()
+        # Backends use the tensors of all ranks as workspace, and ours must stay as they are.
+        wire = to_wire(output, call, copy=call.root != self.rank)
+        options = _timed(c10d.ReduceOptions(), call)
         options.reduceOp = wire_op(call)
         options.rootRank = self._in_group[call.root or 0]
-        _set_timeout(options, call)
         work = self._group.reduce([wire], options)
         if call.root != self.rank:
             return [work], None
@@ -175,58 +194,77 @@ class NativeBackend:
         output = call.output
         source = call.input
         if not self._is_in_order:
-            rows = source.view(self.size, -1) if source.numel() else source
-            here = [self._in_group.index(rank) for rank in range(self.size)]
-            source = rows[here] if source.numel() else source
-        wire = to_wire(source.view(-1), call)
-        result = wire.new_empty(wire.numel() // self.size)
-        if result.dtype is output.dtype:
-            result = output.view(-1)
-        options = c10d.ReduceScatterOptions()
+            source = source.view(self.size, -1)[self._from_group]
+        wire = to_wire(flat(source), call)
+        if wire.dtype is output.dtype:
+            result = flat(output)
+        else:
+            result = wire.new_empty((wire.shape[0] // self.size, *wire.shape[1:]))
+        options = _timed(c10d.ReduceScatterOptions(), call)
         options.reduceOp = wire_op(call)
-        _set_timeout(options, call)
         work = self._group._reduce_scatter_base(result, wire, options)
         return [work], lambda: from_wire(output, result, call, self.size)
 
     def _start_all_gather(self, call: Call) -> Started:
         assert call.output is not None
         assert call.input is not None
-        output = as_bytes(call.output)
+        output = as_carried(call.output)
         staged = output if self._is_in_order else torch.empty_like(output)
-        options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
-        _set_timeout(options, call)
-        work = self._group._allgather_base(staged, as_bytes(call.input), options)
-        if self._is_in_order or not output.numel():
+        options = _timed(c10d.AllgatherOptions(), call)  # type: ignore[attr-defined]
+        work = self._group._allgather_base(staged, as_carried(call.input), options)
+        if self._is_in_order:
             return [work], None
         rows = staged.view(self.size, -1)
         return [work], lambda: output.view(self.size, -1).copy_(rows[self._in_group])
 
     def _start_broadcast(self, call: Call) -> Started:
         assert call.output is not None
-        options = c10d.BroadcastOptions()
+        options = _timed(c10d.BroadcastOptions(), call)
         options.rootRank = self._in_group[call.root or 0]
         options.rootTensor = 0
-        _set_timeout(options, call)
-        return [self._group.broadcast([as_bytes(call.output)], options)], None
+        return [self._group.broadcast([as_carried(call.output)], options)], None
 
     def _start_barrier(self, call: Call) -> Started:
-        options = c10d.BarrierOptions()
-        _set_timeout(options, call)
+        options = _timed(c10d.BarrierOptions(), call)
         return [self._group.barrier(options)], None
 
-    def _start_messages(self, call: Call) -> Started:
-        plan = direct.plan(call, self.rank, self.size, Scratch())
-        return self._batch(_messages(plan.receives, plan.sends)), None
+    def _start_all_to_all(self, call: Call) -> Started:
+        if not self._is_in_order:
+            return self._start_exchange(call)
+        assert call.output is not None
+        assert call.input is not None
+        output, source = as_carried(call.output), as_carried(call.input)
+        # Elements on the way in a row.
+        each = math.prod(call.shape) * call.output.element_size() // output.element_size()
+        outputs = [rows * each for rows in call.output_splits or ()]
+        inputs = [rows * each for rows in call.input_splits or ()]
+        options = _timed(c10d.AllToAllOptions(), call)
+        return [self._group.alltoall_base(output, source, outputs, inputs, options)], None
+
+    def _start_scatter(self, call: Call) -> Started:
+        assert call.output is not None
+        options = _timed(c10d.ScatterOptions(), call)
+        options.rootRank = self._in_group[call.root or 0]
+        parts = [] if call.input is None else [self._rows_by_group(call.input)]
+        return [self._group.scatter([as_carried(call.output)], parts, options)], None
+
+    def _start_gather(self, call: Call) -> Started:
+        assert call.input is not None
+        options = _timed(c10d.GatherOptions(), call)
+        options.rootRank = self._in_group[call.root or 0]
+        parts = [] if call.output is None else [self._rows_by_group(call.output)]
+        return [self._group.gather(parts, [as_carried(call.input)], options)], None
+
+    def _rows_by_group(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Cut a tensor into the parts of the ranks, in the order of the group."""
+        rows = as_carried(tensor).view(self.size, -1).unbind(0)
+        return [rows[rank] for rank in self._from_group]
 
     def _start_exchange(self, call: Call) -> Started:
         plan = direct.plan(call, self.rank, self.size, Scratch())
         works = self._batch(_messages(plan.receives, plan.sends))
         if plan.between is not None:
-            for work in works:
-                if call.timeout_s is None:
-                    work.wait()
-                else:
-                    work.wait(timedelta(seconds=call.timeout_s))
+            wait_for(works, call.timeout_s)
             works = self._batch(_messages(plan.late_receives, plan.between()))
         return works, plan.finish
 
@@ -236,10 +274,10 @@ _STARTERS: dict[Kind, Callable[[NativeBackend, Call], Started]] = {
     Kind.REDUCE: NativeBackend._start_reduce,
     Kind.REDUCE_SCATTER: NativeBackend._start_reduce_scatter,
     Kind.ALL_GATHER: NativeBackend._start_all_gather,
-    Kind.ALL_TO_ALL: NativeBackend._start_messages,
+    Kind.ALL_TO_ALL: NativeBackend._start_all_to_all,
     Kind.BROADCAST: NativeBackend._start_broadcast,
-    Kind.SCATTER: NativeBackend._start_messages,
-    Kind.GATHER: NativeBackend._start_messages,
+    Kind.SCATTER: NativeBackend._start_scatter,
+    Kind.GATHER: NativeBackend._start_gather,
     Kind.BARRIER: NativeBackend._start_barrier,
 }
 
@@ -252,14 +290,11 @@ def _messages(receives: Sequence[direct.Part], sends: Sequence[direct.Part]) -> 
 
 
 def _has_elements(call: Call) -> bool:
-    # Rows of all_to_all may be many here and none there.
-    return call.kind is Kind.ALL_TO_ALL or 0 not in call.shape
+    # The shape of an all_to_all is that of a row: there may be many here and none there.
+    return 0 not in call.shape
 
 
-def _set_timeout(options: _HasTimeout, call: Call) -> None:
+def _timed(options: Any, call: Call) -> Any:
     if call.timeout_s is not None:
         options.timeout = timedelta(seconds=call.timeout_s)
-
-
-class _HasTimeout(Protocol):
-    timeout: timedelta
+    return options

@@ -11,6 +11,10 @@ from trainwright.collectives.calls import Call
 from trainwright.collectives.protocol import ReduceOp
 
 _WIDER = {torch.bool: torch.uint8, torch.int16: torch.int32}
+# What every backend moves as it is; other dtypes travel as bytes.
+_CARRIED = frozenset(
+    (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.int8)
+)
 _ORDERED = (ReduceOp.MAX, ReduceOp.MIN)
 
 # AVG is a sum, divided before it is rounded.
@@ -42,6 +46,8 @@ def to_wire(tensor: torch.Tensor, call: Call, copy: bool = False) -> torch.Tenso
     if dtype.is_floating_point and call.op in _ORDERED:
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         return _to_ordered_bits(tensor.to(wide), is_max=call.op is ReduceOp.MAX)
+    if dtype is tensor.dtype and not copy and not dtype.is_complex:
+        return tensor
     wire = tensor.to(dtype, copy=copy)
     return torch.view_as_real(wire) if dtype.is_complex else wire
 
@@ -59,9 +65,15 @@ def from_wire(output: torch.Tensor, wire: torch.Tensor, call: Call, size: int) -
     output.copy_(wire.view_as(output))
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor, whatever its dtype."""
-    return tensor.view(-1).view(torch.uint8)
+def as_carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as flat elements that every backend can move."""
+    elements = flat(tensor)
+    return elements if elements.dtype in _CARRIED else elements.view(torch.uint8)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a contiguous tensor in one dim."""
+    return tensor if tensor.ndim == 1 else tensor.view(-1)
 
 
 # Backends disagree on the maximum of a number and a NaN, some hide it. Integers of the same order

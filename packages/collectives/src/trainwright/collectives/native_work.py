@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from trainwright.collectives.failures import FailureBoard
+from trainwright.collectives.grad_mode import without_grad
 from trainwright.collectives.works import poll
 
 Finish = Callable[[], object] | None
@@ -55,17 +54,15 @@ class NativeWork:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait as the backend does, on CUDA by ordering the stream, then compute what is left."""
         timeout_s = timeout_s or self._timeout_s
-        with self.explained():
-            for work in self._works:
-                if timeout_s is None:
-                    work.wait()
-                else:
-                    work.wait(timedelta(seconds=timeout_s))
+        try:
+            wait_for(self._works, timeout_s)
+        except RuntimeError as error:
+            raise self.explain(error) from error
         finish = self._finish
         self._works = []
         self._finish = None
         if finish is not None:
-            with torch.no_grad():
+            with without_grad():
                 finish()
         self._buffers = None
 
@@ -76,10 +73,15 @@ class NativeWork:
         """
         return poll(lambda: all(work.is_completed() for work in self._works), within_s)
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Turn errors of the backend into those of this package."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise self._board.explain(error, self._what, self._name, self._ranks) from error
+    def explain(self, error: RuntimeError) -> Exception:
+        """Turn an error of the backend into one of this package."""
+        return self._board.explain(error, self._what, self._name, self._ranks)
+
+
+def wait_for(works: Sequence[dist.Work], timeout_s: float | None) -> None:
+    """Wait as the backend does; each may take as long as given, or as the backend allows."""
+    for work in works:
+        if timeout_s is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=timeout_s))

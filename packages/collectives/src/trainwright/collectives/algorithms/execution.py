@@ -1,7 +1,15 @@
-"""The one executor of all plans: one exchange of messages a step, then what they bring."""
+"""The one executor of all plans: one exchange of messages a step, then what they bring.
+
+On CPU a step's exchange holds its sends and the receives of the next step: who sends then finds
+the receive posted and need not ask for it. What a step brings is waited for with the exchange
+before, so its own sends may still be under way while it is combined. Where operations are queued
+on a stream, a receive ahead of time would keep the sends behind it from starting; there a step's
+exchange holds its own receives.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,6 +20,10 @@ from trainwright.collectives.algorithms.plan import Part, Payload, Plan, Step
 from trainwright.collectives.arithmetic import combine
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.protocol import Recv, ReduceOp, Send, Work
+from trainwright.collectives.works import DONE
+
+# Messages of a step that are to be combined, and where they come to lie.
+_Arrivals = list[tuple[Part, torch.Tensor]]
 
 
 class Passage(Protocol):
@@ -69,13 +81,20 @@ class Execution:
         self._finished = set(range(*plan.given))
         self._combined: list[_Combined] = []
         self._spare: list[torch.Tensor] = []
+        self._given_away: list[torch.Tensor] = []
         if result is source and dtype is source.dtype and plan.kept == (0, plan.num_chunks):
             self._combined.append(_Combined(0, plan.num_chunks, source))
 
     def run(self) -> None:
         """Do all steps, and bring to ``result`` whatever of it ends here."""
-        for step in self._plan.steps:
-            self._do(step)
+        steps = self._plan.steps
+        if self._source.device.type == "cpu":
+            self._run_ahead(steps)
+        else:
+            for step in steps:
+                arrivals: _Arrivals = []
+                self._start([*self._sends(step), *self._receives(step, arrivals)]).wait()
+                self._take_in(step, arrivals)
         if self._result is not None:
             self._finish(*self._plan.kept)
 
@@ -86,27 +105,61 @@ class Execution:
             cut = slice(self._bounds[chunk] - offset, self._bounds[chunk + 1] - offset)
             self._write_chunk(chunk, target[cut])
 
-    def _do(self, step: Step) -> None:
+    def _run_ahead(self, steps: Sequence[Step]) -> None:
+        coming: _Arrivals = []
+        before = self._start(self._receives(steps[0], coming) if steps else [])
+        for step, following in itertools.zip_longest(steps, steps[1:], fillvalue=Step()):
+            arrivals, coming = coming, []
+            sends = self._sends(step)
+            is_in_use = _sends_what_it_combines(step)
+            if is_in_use:
+                own = self._start(sends)
+                now = self._start(self._receives(following, coming))
+            else:
+                now = self._start([*sends, *self._receives(following, coming)])
+            before.wait()
+            if is_in_use:
+                own.wait()
+            self._take_in(step, arrivals)
+            before = now
+        before.wait()
+
+    def _start(self, messages: list[Send | Recv]) -> Work:
+        return self._comm.exchange(messages) if messages else DONE
+
+    def _sends(self, step: Step) -> list[Send | Recv]:
+        return [
+            Send(self._leaving(part), part.peer)
+            for part in step.sends
+            if self._numel(part.start, part.stop) > 0
+        ]
+
+    def _receives(self, step: Step, arrivals: _Arrivals) -> list[Send | Recv]:
+        """Return what a step receives, and add to ``arrivals`` what is to be combined then."""
         messages: list[Send | Recv] = []
-        for part in step.sends:
-            if self._numel(part.start, part.stop) > 0:
-                messages.append(Send(self._leaving(part), part.peer))
-        arrivals: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
         for part in step.receives:
             if self._numel(part.start, part.stop) > 0:
                 buffer = self._arriving(part)
                 messages.append(Recv(buffer, part.peer))
                 if part.payload is not Payload.RESULT:
-                    key = (part.start, part.stop)
-                    arrivals.setdefault(key, []).append((part.peer, buffer))
-            if part.payload is Payload.RESULT:
-                self._finished.update(range(part.start, part.stop))
-        if messages:
-            self._comm.exchange(messages).wait()
+                    arrivals.append((part, buffer))
+        return messages
+
+    def _take_in(self, step: Step, arrivals: _Arrivals) -> None:
+        """Combine what a step has brought, and note what it has given away."""
+        # The sends of the step before are over.
+        self._spare += self._given_away
+        self._given_away = []
         for part in step.sends:
             if part.payload is Payload.PARTIAL:
-                self._forget(part.start, part.stop)
-        for (start, stop), parts in arrivals.items():
+                self._give_away(part.start, part.stop)
+        for part in step.receives:
+            if part.payload is Payload.RESULT:
+                self._finished.update(range(part.start, part.stop))
+        alike: dict[tuple[int, int], list[tuple[int, torch.Tensor]]] = {}
+        for part, buffer in arrivals:
+            alike.setdefault((part.start, part.stop), []).append((part.peer, buffer))
+        for (start, stop), parts in alike.items():
             self._combine(start, stop, parts)
 
     def _leaving(self, part: Part) -> torch.Tensor:
@@ -159,7 +212,7 @@ class Execution:
             quotient.div_(self._plan.size)
         if total.data_ptr() != target.data_ptr():
             target.copy_(total)
-        self._forget(chunk, chunk + 1)
+        self._give_away(chunk, chunk + 1)
 
     def _partial(self, start: int, stop: int) -> torch.Tensor:
         held = self._find(start, stop)
@@ -179,11 +232,12 @@ class Execution:
                 )
         return None
 
-    def _forget(self, start: int, stop: int) -> None:
+    def _give_away(self, start: int, stop: int) -> None:
+        """Forget combined chunks, whose memory is free as soon as they are sent."""
         for held in self._combined:
             if (held.start, held.stop) == (start, stop) and held.buffer is not self._source:
                 self._combined.remove(held)
-                self._spare.append(held.buffer)
+                self._given_away.append(held.buffer)
                 return
 
     def _view(self, held: _Combined, start: int, stop: int) -> torch.Tensor:
@@ -211,3 +265,13 @@ class _Combined:
     start: int
     stop: int
     buffer: torch.Tensor
+
+
+def _sends_what_it_combines(step: Step) -> bool:
+    """Whether chunks that a step sends may be overwritten with what it receives."""
+    return any(
+        sent.start < come.stop and come.start < sent.stop
+        for sent in step.sends
+        for come in step.receives
+        if come.payload is not Payload.RESULT
+    )
