@@ -166,7 +166,7 @@ def test_a_deadlock_is_noticed_at_once_with_who_is_missing_and_all_stacks() -> N
             "missing: rank 1, rank 3"
         ) in text
     assert "rank 1 waits in recv(float32[1], tag=0) from rank 3" in text
-    assert "collectives started by each rank: [2, 1, 2, 1]" in text
+    assert "collectives started by each rank: [2, 1, 2, 1], finished: [1, 1, 1, 1]" in text
     assert "stack of rank 0" in text
     assert "comm.recv(torch.ones(1), 3).wait()" in text
     assert "stack of rank 3: has ended" in text

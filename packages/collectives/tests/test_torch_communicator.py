@@ -234,6 +234,10 @@ def a_timeout_names_exactly_the_missing(world: TorchCommunicator) -> None:
     error, seconds = failing(lambda: comm.all_reduce(tensor, timeout_s=0.5).wait(), TimeoutError)
     assert "collective 1, all_reduce(float32[3], SUM), in" in str(error)
     assert "missing: rank 1, rank 3." in str(error)
+    assert "has started 2 collectives of this group and finished 1, " in str(error)
+    assert "rank 1 was last heard in collective 0, rank 3 was last heard in collective 0" in str(
+        error
+    )
     assert seconds < 10.0
 
 

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from trainwright.collectives import PeerFailedError, TorchCommunicator, UsageError
 from trainwright.collectives.background import Background
+from trainwright.collectives.call_log import CallLog
+from trainwright.collectives.calls import Call, Kind
 from trainwright.collectives.failures import Failure, FailureBoard
 from trainwright.collectives.gloo_tags import Tags
 from trainwright.collectives.protocol import Send
@@ -41,10 +43,12 @@ def test_errors_of_a_transport_are_explained_by_what_is_known() -> None:
     store = dist.HashStore()
     board = FailureBoard(store, 4)
 
-    told = board.explain(RuntimeError("Timed out waiting 5ms"), "barrier()", "world", [1, 3])
+    error = RuntimeError("Timed out waiting 5ms")
+    told = board.explain(error, "barrier()", "world", [1, 3], progress="it was early")
 
     assert isinstance(told, TimeoutError)
     assert "rank 4 gave up on barrier() in 'world'; missing: rank 1, rank 3." in str(told)
+    assert str(told).endswith("order; it was early")
     later = FailureBoard(store, 5).explain(RuntimeError("closed"), "recv()", "world", [], peer=4)
     assert str(later) == str(told)
     assert later.__notes__ == ["rank 5 was in recv() of 'world'"]
@@ -118,3 +122,27 @@ def test_background_steps_run_in_order_until_it_is_stopped() -> None:
 def test_a_process_group_is_needed() -> None:
     with pytest.raises(UsageError, match="init_process_group first, or use SingleCommunicator"):
         TorchCommunicator()
+
+
+def test_a_rank_knows_how_far_its_peers_have_come_from_what_they_send() -> None:
+    log = CallLog(1)
+    tensor = torch.ones(3)
+
+    def call(kind: Kind, root: int | None = None, given: torch.Tensor | None = tensor) -> None:
+        started = Call(kind, given, given, root=root)
+        log.start(started)
+        log.finish(started)
+
+    call(Kind.BARRIER, given=None)
+    call(Kind.BROADCAST, 2)
+    call(Kind.GATHER, 0)
+    call(Kind.ALL_TO_ALL)
+    call(Kind.ALL_REDUCE, given=torch.ones(0))
+
+    assert [log.last_heard(peer) for peer in (0, 2, 3)] == [0, 1, 0]
+    call(Kind.REDUCE, 1)
+    assert [log.last_heard(peer) for peer in (0, 2, 3)] == [5, 5, 5]
+    assert CallLog(0).tell([1], [4, 7]) == (
+        "rank 4 has started 0 collectives of this group and finished 0, "
+        "rank 7 was last heard in none"
+    )

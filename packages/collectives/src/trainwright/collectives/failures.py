@@ -92,6 +92,7 @@ class FailureBoard:
         group_name: str,
         missing: Sequence[int],
         peer: int | None = None,
+        progress: str = "",
     ) -> Exception:
         """Turn a transport's error into one that names ranks, and tell the world.
 
@@ -101,6 +102,7 @@ class FailureBoard:
             group_name: the group of the operation.
             missing: the ranks, counted in the world, that may not have come.
             peer: the rank at the other end of the connection, if known.
+            progress: how far this rank has come, and what it knows of the missing ones.
         """
         is_timeout = isinstance(error, TimeoutError) or "imed out" in str(error)
         failure = self.failure or self.read(0.0 if is_timeout else _NOTE_S)
@@ -111,13 +113,14 @@ class FailureBoard:
                 f"{', '.join(f'rank {rank}' for rank in missing)}. They have not started it, or "
                 "called something else: another operation, shape, dtype or order"
             )
+            cause += f"; {progress}" if progress else ""
             failure = Failure(self.rank, cause, is_timeout=True)
         elif failure is None and peer is not None:
             failure = Failure(peer, f"the connection was lost during {what}: {reason}")
         elif failure is None:
             failure = Failure(self.rank, f"{what} in {group_name!r} failed: {reason}")
         told = self.publish(failure).error()
-        told.add_note(f"rank {self.rank} was in {what} of {group_name!r}")
+        told.add_note(f"rank {self.rank} was in {what} of {group_name!r}; {progress}".rstrip("; "))
         return told
 
     def _write(self, failure: Failure) -> Failure:

@@ -9,6 +9,7 @@ import torch
 
 from trainwright.collectives import direct
 from trainwright.collectives.background import Background
+from trainwright.collectives.call_log import CallLog
 from trainwright.collectives.calls import Call, Kind, describe_tensor, members_by_color
 from trainwright.collectives.errors import CollectiveTimeoutError, UsageError
 from trainwright.collectives.failures import Failure, FailureBoard
@@ -63,7 +64,7 @@ class GlooBackend:
         self.scratch = Scratch()
         self._store = store
         self._tags = Tags()
-        self._num_started = 0
+        self.log = CallLog(rank)
         self._num_splits = 0
         self._works: weakref.WeakSet[GlooWork] = weakref.WeakSet()
         self._watchers: dict[tuple[int, ...], Background] = {}
@@ -75,7 +76,7 @@ class GlooBackend:
         if self.size > 1:
             # Nobody may leave again before all have come.
             self.start(Call(Kind.BARRIER)).wait()
-            self._num_started = 0
+            self.log = CallLog(rank)
 
     def start(self, call: Call) -> Work:
         """Post all messages that need nothing from others; the rest follows in the background."""
@@ -83,8 +84,7 @@ class GlooBackend:
             self.board.check()
             compute_alone(call)
             return DONE
-        call.number = self._num_started
-        self._num_started += 1
+        self.log.start(call)
         with without_grad():
             plan = direct.plan(call, self.rank, self.size, self.scratch)
         first, second = self._tags.of_collective(call)
@@ -175,12 +175,14 @@ class GlooBackend:
         self, error: Exception, what: object, peer: int, missing: Sequence[int] = ()
     ) -> Exception:
         """Turn an error of Gloo into one that names ranks, and tell the world."""
+        late = sorted(set(missing))
         return self.board.explain(
             error,
             what,
             self.name,
-            [self.ranks[rank] for rank in sorted(set(missing))],
+            [self.ranks[rank] for rank in late],
             self.ranks[peer] if peer >= 0 else None,
+            self.log.tell(late, self.ranks),
         )
 
     def _connect(self) -> Link:

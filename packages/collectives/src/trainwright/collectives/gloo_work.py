@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from trainwright.collectives.calls import Call
 from trainwright.collectives.grad_mode import without_grad
 from trainwright.collectives.scratch import Rows
 
@@ -136,6 +137,8 @@ class GlooWork:
         if self._finish is not None:
             with without_grad():
                 self._finish()
+        if isinstance(self._what, Call):
+            self._backend.log.finish(self._what)
         if self._scratch is not None:
             self._backend.scratch.give_back_rows(self._scratch)
         self._clear()

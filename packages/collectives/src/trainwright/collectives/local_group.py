@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -11,33 +10,13 @@ import torch
 
 from trainwright.collectives.calls import Call, Kind, members_by_color
 from trainwright.collectives.errors import CollectiveError, UsageError
-from trainwright.collectives.local_messages import Message, MessageWork, post
+from trainwright.collectives.local_members import LocalGroup
+from trainwright.collectives.local_messages import MessageWork, post
 from trainwright.collectives.local_plans import is_large, plan
-from trainwright.collectives.parking import Pending, ThreadWorld
+from trainwright.collectives.parking import Pending
 from trainwright.collectives.protocol import Recv, Send, Work
 from trainwright.collectives.single import compute_alone
 from trainwright.collectives.works import DONE, JoinedWork, poll
-
-
-class LocalGroup:
-    """What the members of one group of rank threads share."""
-
-    def __init__(
-        self, world: ThreadWorld, ranks: Sequence[int], name: str, buffered_sends: bool
-    ) -> None:
-        self.world = world
-        self.ranks = tuple(ranks)
-        self.size = len(self.ranks)
-        self.name = name
-        self.buffered_sends = buffered_sends
-        self.num_started = [0] * self.size
-        self.meetings: dict[int, _Meeting] = {}
-        self.mail: dict[tuple[int, int, int], deque[Message]] = {}
-
-    def describe_rank(self, rank: int) -> str:
-        """Name a member by its number here and in the world."""
-        world_rank = self.ranks[rank]
-        return f"rank {rank}" if world_rank == rank else f"rank {rank} (world rank {world_rank})"
 
 
 class LocalBackend:
@@ -105,7 +84,7 @@ class LocalBackend:
             group.num_started[self.rank] = number + 1
             meeting = group.meetings.get(number)
             if meeting is None:
-                meeting = group.meetings[number] = _Meeting(group, number)
+                meeting = group.meetings[number] = Meeting(group, number)
             meeting.join_locked(self.rank, call)
             is_last = meeting.num_arrived == group.size
             if is_last:
@@ -115,7 +94,7 @@ class LocalBackend:
         return _MeetingWork(meeting, self.rank, call.timeout_s, self.device)
 
 
-class _Meeting(Pending):
+class Meeting(Pending):
     """One collective of one group, from the first arrival to the result."""
 
     __slots__ = (
@@ -136,6 +115,7 @@ class _Meeting(Pending):
         self.done_event: torch.cuda.Event | None = None
 
     def join_locked(self, rank: int, call: Call) -> None:
+        """Take in one rank's call; the caller holds the mutex."""
         self.calls[rank] = call
         self.num_arrived += 1
         if self.num_arrived == 1 or self.ready:
@@ -187,10 +167,11 @@ class _Meeting(Pending):
                     world.finish_locked(self)
 
     def describe(self) -> str:
+        """Say what it is, who is missing, and how far all have come."""
         group = self.group
         missing = [rank for rank, call in enumerate(self.calls) if call is None]
         who = ", ".join(group.describe_rank(rank) for rank in missing) or "nobody"
-        return f"{self}; missing: {who}; collectives started by each rank: {group.num_started}"
+        return f"{self}; missing: {who}; {group.describe_progress()}"
 
     def __str__(self) -> str:
         call = next(call for call in self.calls if call is not None)
@@ -240,13 +221,14 @@ class _Meeting(Pending):
                 self.made[rank] = (made, new_rank)
 
     def _describe_mismatch(self) -> str:
+        group = self.group
         parts = [
-            f"{self.group.describe_rank(rank)} called {call}"
+            f"{group.describe_rank(rank)} called {call}"
             for rank, call in enumerate(self.calls)
             if call is not None
         ]
         return (
-            f"collective {self.number} of {self.group.name!r} differs between ranks: "
+            f"collective {self.number} of {group.name!r} differs between ranks: "
             f"{'; '.join(parts)}. All ranks must call the same operations in the same order with "
             "the same shapes, dtypes and arguments"
         )
@@ -262,9 +244,9 @@ class _MeetingWork:
     __slots__ = ("_device", "_rank", "_timeout_s", "meeting")
 
     def __init__(
-        self, meeting: _Meeting, rank: int, timeout_s: float | None, device: torch.device
+        self, meeting: Meeting, rank: int, timeout_s: float | None, device: torch.device
     ) -> None:
-        self.meeting: _Meeting | None = meeting
+        self.meeting: Meeting | None = meeting
         self._rank = rank
         self._timeout_s = timeout_s
         self._device = device
@@ -283,6 +265,8 @@ class _MeetingWork:
             raise kind(text)
         if meeting.done_event is not None:
             torch.cuda.current_stream(self._device).wait_event(meeting.done_event)
+        finished = meeting.group.num_finished
+        finished[self._rank] = max(finished[self._rank], meeting.number + 1)
         self.meeting = None
 
     def is_done(self, within_s: float = 0.0) -> bool:

@@ -14,7 +14,7 @@ from trainwright.collectives.protocol import Recv, Send
 from trainwright.collectives.works import poll
 
 if TYPE_CHECKING:
-    from trainwright.collectives.local_group import LocalGroup
+    from trainwright.collectives.local_members import LocalGroup
 
 
 class Message(Pending):

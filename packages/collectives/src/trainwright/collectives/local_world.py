@@ -16,7 +16,8 @@ from trainwright.collectives.arithmetic import normalize_device
 from trainwright.collectives.checked import CheckedCommunicator
 from trainwright.collectives.checks import check_timeout
 from trainwright.collectives.errors import PeerFailedError, UsageError
-from trainwright.collectives.local_group import LocalBackend, LocalGroup
+from trainwright.collectives.local_group import LocalBackend
+from trainwright.collectives.local_members import LocalGroup
 from trainwright.collectives.parking import ThreadWorld
 
 # How long peers of a failed rank may take to notice by themselves.
