@@ -19,6 +19,7 @@ from trainwright.pipeline_schedules import (
     one_f_one_b,
     simulate,
 )
+from trainwright.pipeline_schedules.actions import COMPUTE_KINDS
 from trainwright.pipeline_schedules.testing import from_text, valid_schedules, weight_plans
 
 
@@ -56,7 +57,7 @@ def test_the_next_chunk_is_gathered_while_the_one_before_computes_where_there_is
 
 
 @given(
-    schedule=valid_schedules(),
+    schedule=valid_schedules(overlaps=True),
     plan=weight_plans(),
     costs=st.sampled_from([Costs(gather=1, reduce=3), Costs(gather=2, latency=1), Costs(reduce=1)]),
 )
@@ -80,7 +81,7 @@ def test_moves_and_computations_start_when_what_stands_before_them_and_what_they
                 lane = end
                 if action.kind == Kind.GATHER:
                     whole[action.stage] = end
-            elif action.kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+            elif action.kind in COMPUTE_KINDS:
                 start, end = next(computed)
                 reads = action.kind != Kind.W
                 assert start >= max(free, whole.get(action.stage, 0.0) if reads else 0.0)

@@ -90,31 +90,62 @@ def test_split_backwards_let_the_stage_before_go_on_sooner() -> None:
     assert run.peak_activations == (1, 1)
 
 
-@given(schedule=valid_schedules(), costs=st.sampled_from([Costs(), Costs(1, 2, 3, latency=2)]))
+FORWARDS = (Kind.F, Kind.F_PAIRED)
+
+
+def blocks_of(schedule: Schedule) -> list[list[int]]:
+    """Row numbers of what runs at once: of each action, or of a pair."""
+    blocks: list[list[int]] = []
+    before = None
+    for row, (_, action) in enumerate(schedule):
+        if before == Kind.F_PAIRED:
+            blocks[-1].append(row)
+        else:
+            blocks.append([row])
+        before = action.kind
+    return blocks
+
+
+@given(
+    schedule=valid_schedules(overlaps=True),
+    costs=st.sampled_from([Costs(), Costs(1, 2, 3, latency=2), Costs(2, 1, 1, pair=3, latency=1)]),
+)
 def test_nothing_starts_before_its_rank_is_free_or_what_it_needs_is_there(
     schedule: Schedule, costs: Costs
 ) -> None:
     run = simulate(schedule, costs)
     owner, hop = schedule.rank_of_stage, float(np.max(costs.latency))
     table = costs.table(schedule.num_stages)
-    ends = {action: end for (_, action), end in zip(schedule, run.ends, strict=True)}
+    blocks, actions = blocks_of(schedule), list(schedule)
+    done = {
+        (actions[row][1].kind in FORWARDS, actions[row][1].stage, actions[row][1].microbatch): (
+            run.ends[block[-1]]
+        )
+        for block in blocks
+        for row in block
+        if actions[row][1].kind != Kind.W
+    }
     free = dict.fromkeys(range(schedule.num_ranks), 0.0)
-    for row, (rank, action) in enumerate(schedule):
-        kind, s, i = action.kind, action.stage, action.microbatch
-        earliest = [free[rank]]
-        if kind == Kind.F and s > 0:
-            earliest.append(ends[Action(Kind.F, s - 1, i)] + hop * (owner[s - 1] != rank))
-        if kind in (Kind.B, Kind.I):
-            earliest.append(ends[Action(Kind.F, s, i)])
-        if kind in (Kind.B, Kind.I) and s + 1 < len(owner):
-            behind = [Action(Kind.B, s + 1, i), Action(Kind.I, s + 1, i)]
-            end = next(ends[action] for action in behind if action in ends)
-            earliest.append(end + hop * (owner[s + 1] != rank))
-        if kind == Kind.W:
-            earliest.append(ends[Action(Kind.I, s, i)])
-        assert run.starts[row] == max(earliest)
-        assert run.ends[row] == run.starts[row] + table[kind, s]
-        free[rank] = run.ends[row]
+    for block in blocks:
+        rank, first = actions[block[0]]
+        earliest, length = [free[rank]], 0.0
+        for row in block:
+            kind, s, i = actions[row][1].kind, actions[row][1].stage, actions[row][1].microbatch
+            length += table[kind, s]
+            if kind in FORWARDS and s > 0:
+                earliest.append(done[True, s - 1, i] + hop * (owner[s - 1] != rank))
+            if kind in (Kind.B, Kind.I):
+                earliest.append(done[True, s, i])
+            if kind in (Kind.B, Kind.I) and s + 1 < len(owner):
+                earliest.append(done[False, s + 1, i] + hop * (owner[s + 1] != rank))
+            if kind == Kind.W:
+                earliest.append(done[False, s, i])
+        if first.kind == Kind.F_PAIRED and costs.pair is not None:
+            length = float(costs.pair)  # type: ignore[arg-type]
+        assert run.starts[block[0]] == max(earliest)
+        assert run.ends[block[-1]] == run.starts[block[0]] + length
+        assert run.ends[block[0]] == run.starts[block[-1]] or len(block) == 1
+        free[rank] = run.ends[block[-1]]
 
 
 @given(schedule=valid_schedules())

@@ -15,6 +15,7 @@ from trainwright.pipeline_schedules import (
     Schedule,
     ScheduleError,
     WeightPlan,
+    interleaved_1f1b,
     lower,
     verify,
 )
@@ -28,6 +29,7 @@ from trainwright.pipeline_schedules.testing import (
 from trainwright.pipeline_schedules.verify import Sends
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
+PAIRED = Kind.F_PAIRED
 SENDS: tuple[Sends, ...] = ("rendezvous", "buffered", 1, 2)
 
 
@@ -42,8 +44,10 @@ def rule(schedule: Schedule, action: Action) -> tuple[list[str], list[tuple[str,
     s, last = action.stage, schedule.num_stages - 1
     after = [] if apart(schedule, s) else [("input", s + 1)]
     before = [] if apart(schedule, s - 1) else [("gradient", s - 1)]
+    forward = ["input"], [("output", s), *([("gradient", s)] if s == last else after)]
     return {
-        F: (["input"], [("output", s), *([("gradient", s)] if s == last else after)]),
+        F: forward,
+        PAIRED: forward,
         B: (["output", "gradient"], [("backward", s), ("weights", s), *before]),
         I: (["output", "gradient"], [("backward", s), ("half", s), *before]),
         W: (["half"], [("weights", s)]),
@@ -90,10 +94,13 @@ def runs_to_its_end(schedule: Schedule, capacity: int | None) -> bool:
             reduced[a.stage] += a.kind == Kind.REDUCE
             left[rank].popleft()
             return True
-        needed, made = rule(schedule, a)
-        if any((fact, a.stage, a.microbatch) not in facts for fact in needed):
+        block = list(left[rank])[: 1 + (a.kind == PAIRED)]
+        if a.kind == PAIRED and block[-1].kind not in (B, I):
             return False
-        if a.kind in (F, B, I) and a.stage in sharded - whole:
+        needed = [(fact, b.stage, b.microbatch) for b in block for fact in rule(schedule, b)[0]]
+        if not facts.issuperset(needed):
+            return False
+        if any(b.kind in (F, PAIRED, B, I) and b.stage in sharded - whole for b in block):
             return False
         toward = {Kind.SEND_F: 1, Kind.SEND_B: -1, Kind.RECV_F: -1, Kind.RECV_B: 1}.get(a.kind, 0)
         peer = owner[a.stage + toward] if 0 <= a.stage + toward <= last else rank
@@ -108,8 +115,9 @@ def runs_to_its_end(schedule: Schedule, capacity: int | None) -> bool:
             if not channels[peer, rank] or channels[peer, rank][0] != a:
                 return False
             channels[peer, rank].popleft()
-        facts.update((fact, stage, a.microbatch) for fact, stage in made)
-        left[rank].popleft()
+        for b in block:
+            facts.update((fact, stage, b.microbatch) for fact, stage in rule(schedule, b)[1])
+            left[rank].popleft()
         return True
 
     while any(step(rank) for rank in range(schedule.num_ranks)):
@@ -127,7 +135,10 @@ def does_each_thing_once(schedule: Schedule) -> bool:
     for s, i in itertools.product(stages, numbers):
         behind, before = apart(schedule, s), apart(schedule, s - 1)
         wanted = [1, back, count[Action(I, s, i)], behind, before, before * back, behind * back]
-        counted = [count[Action(F, s, i)], count[Action(B, s, i)] + count[Action(I, s, i)]]
+        counted = [
+            count[Action(F, s, i)] + count[Action(PAIRED, s, i)],
+            count[Action(B, s, i)] + count[Action(I, s, i)],
+        ]
         kinds = (W, Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
         if counted + [count[Action(kind, s, i)] for kind in kinds] != wanted:
             return False
@@ -151,7 +162,7 @@ def interpreted(schedule: Schedule, send: Sends) -> bool:
 
 
 @given(
-    schedule=st.one_of(generated_schedules(), valid_schedules()),
+    schedule=st.one_of(generated_schedules(), valid_schedules(overlaps=True)),
     send=st.sampled_from(SENDS),
     plan=weight_plans(),
 )
@@ -166,7 +177,8 @@ def test_valid_schedules_and_their_lowerings_work_with_every_kind_of_send(
 @settings(max_examples=300)
 @given(
     schedule=st.one_of(
-        generated_schedules(max_stages=4, max_microbatches=4), valid_schedules(max_microbatches=3)
+        generated_schedules(max_ranks=4, max_microbatches=4, max_chunks=2),
+        valid_schedules(max_microbatches=3, overlaps=True),
     ),
     plan=st.one_of(st.none(), weight_plans()),
     with_transfers=st.booleans(),
@@ -186,15 +198,7 @@ def test_a_damaged_schedule_is_accepted_exactly_when_the_interpreter_runs_it(
 
 
 def test_an_interleaved_schedule_lowers_to_one_that_runs_with_channels_of_no_capacity() -> None:
-    interleaved = from_text(
-        """
-        0F0 0F1 2F0 2F1 0F2 0F3 2B0 2F2 2B1 2F3 0B0 0B1 2B2 2B3 0B2 0B3
-        1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
-        """,
-        [0, 1, 0, 1],
-        4,
-    )
-    lowered = lower(interleaved)
+    lowered = lower(interleaved_1f1b(2, 4, 2))
     verify(lowered, "rendezvous")
     assert interpreted(lowered, "rendezvous")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +14,7 @@ from trainwright.pipeline_schedules.simulate import Simulation, Times, simulate
 _IDLE, _GOES_ON = ".", "="
 _MEANING = {
     Kind.F: "F forward",
+    Kind.F_PAIRED: "F followed by what it overlaps with",
     Kind.B: "B backward",
     Kind.I: "I input gradient",
     Kind.W: "W weight gradient",
@@ -99,6 +101,8 @@ def _columns(times: Times, unit: float) -> NDArray[np.int64]:
 
 
 def _name(schedule: Schedule, action: Action) -> str:
+    if action.kind == Kind.F_PAIRED:
+        action = attrs.evolve(action, kind=Kind.F)
     if action.kind in _LETTER:
         return f"{_LETTER[action.kind]}{action.stage}"
     if _has_several_stages_a_rank(schedule):

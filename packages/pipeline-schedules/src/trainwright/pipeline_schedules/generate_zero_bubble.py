@@ -26,8 +26,9 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
     """ZB-H2: more forwards ahead, so that no stage waits between its first and last action.
 
     Twice as many forwards as ZB-H1 come before the first backward, and weight gradients wait twice
-    as long. The span is ``(stages - 1) (F + I - 2 W)`` above the work, nothing for F = I = W; the
-    makespan keeps ``stages - 1`` forwards. Stages hold up to ``2 stages - 1`` microbatches.
+    as long. With at least ``2 stages - 1`` microbatches and W at most I and F, the span is
+    ``(stages - 1) (F + I - 2 W)`` above the work, so nothing for F = I = W, where the makespan
+    keeps ``stages - 1`` forwards. Stages hold up to ``2 stages - 1`` microbatches.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism (arXiv:2401.10241), section 2.2 and
     figure 3; the handcrafted schedule of the authors' ``efficiency.py``.

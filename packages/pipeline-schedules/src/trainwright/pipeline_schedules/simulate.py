@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.pipeline_schedules.actions import Kind
+from trainwright.pipeline_schedules.conventions import wait_once_a_loop
 from trainwright.pipeline_schedules.costs import UNIT_COSTS, Costs
 from trainwright.pipeline_schedules.dependencies import (
     Stuck,
@@ -144,8 +145,15 @@ class Simulation:
         )
 
 
-def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Simulation:
+def simulate(
+    schedule: Schedule, costs: Costs = UNIT_COSTS, *, loops_wait_once: bool = False
+) -> Simulation:
     """Run every action as early as its rank and what it needs allow.
+
+    The tables of the zero-bubble paper (arXiv:2401.10241) print `Simulation.bubble_fraction` of
+    1F1B, interleaved 1F1B and ZB-H1, and `Simulation.span_bubble_fraction` of ZB-H2; F, I and W
+    are those of a stage (a chunk of c has a c-th), and ``latency`` is what they call T_comm. Their
+    script lets only some microbatches wait where a loop closes; ``loops_wait_once`` does as well.
 
     Args:
         schedule: Any schedule that verifies; of a lowered one the computing actions are run, its
@@ -153,6 +161,9 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Simulation:
             gathers and reductions beside them: a computation waits for the gather of its weights,
             and a gather or reduction for the computation that stands before it.
         costs: What actions cost.
+        loops_wait_once: Where a loop over chunks closes, between the last rank and the first, let
+            only the first of each ``ranks`` microbatches wait for what it needs from there: less
+            than a run takes where ``latency`` counts.
 
     Raises:
         ScheduleError: The schedule does not verify, costs do not fit it or are all zero.
@@ -171,6 +182,8 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS) -> Simulation:
         lengths = of_pairs[rows[forwards, 1]]
     blocks = as_blocks(durations, forwards, lengths)
     needed = waits(computing, costs.transfers(schedule.num_stages))
+    if loops_wait_once:
+        needed = (wait_once_a_loop(computing, needed[0]), needed[1])
     starts, ends, moves = _run(schedule, computing, blocks, needed, table)
     share_blocks(starts, ends, forwards, durations)
     return Simulation(computing, starts, ends, moves)

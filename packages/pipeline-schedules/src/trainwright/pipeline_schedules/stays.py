@@ -59,7 +59,8 @@ def stays_under(schedule: Schedule, plan: WeightPlan) -> list[Stay]:
         if plan.keep is None or plan.keep >= chunks:
             stays += _once(table)
         elif plan.keep == 0:
-            stays += (Stay(*read, False) for read in table.tolist())
+            once_a_block = dict.fromkeys(map(tuple, table.tolist()))
+            stays += (Stay(*stage_and_block, ahead=False) for stage_and_block in once_a_block)
         else:
             stays += _within(list(_runs(table)), plan.keep)
     return stays
@@ -89,7 +90,7 @@ def _once(table: NDArray[np.int64]) -> list[Stay]:
 def _runs(table: NDArray[np.int64]) -> Iterator[_Run]:
     """Consecutive reads of the same stages, which need no gather between them."""
     blocks = [
-        _Run(tuple(stage for stage, _, _ in reads), *bounds)
+        _Run(tuple(dict.fromkeys(stage for stage, _, _ in reads)), *bounds)
         for bounds, reads in itertools.groupby(table.tolist(), key=lambda read: tuple(read[1:]))
     ]
     for stages, run in itertools.groupby(blocks, key=lambda block: block.stages):

@@ -108,6 +108,14 @@ def check_plan(schedule: Schedule, plan: WeightPlan) -> None:
         )
 
 
+def _shared_reads(schedule: Schedule) -> NDArray[np.int64]:
+    """How often a pair reads the same stage twice, by stage: it is gathered once for both."""
+    forwards = pair_rows(schedule)
+    stages = schedule.packed[:, 1]
+    same = forwards[stages[forwards] == stages[forwards + 1]]
+    return np.bincount(stages[same], minlength=schedule.num_stages)
+
+
 def _read_at_once(schedule: Schedule) -> NDArray[np.int64]:
     """The most stages that one action of each rank reads: 1, or 2 where it has a pair of two."""
     forwards = pair_rows(schedule)
@@ -128,7 +136,9 @@ def _check_gathers(schedule: Schedule, plan: WeightPlan, gathers: NDArray[np.int
             f"{schedule.rank_of_stage[stage]}; by the weight plan the stage {rule}"
         )
     _, bounds = rows_by_stage(schedule, WEIGHT_KINDS)
-    wanted = np.diff(bounds) if plan.keep == 0 else np.ones_like(gathers)
+    wanted = np.ones_like(gathers)
+    if plan.keep == 0:
+        wanted = np.diff(bounds) - _shared_reads(schedule)
     if plan.keep is not None and plan.keep > 0:
         return
     for stage in np.flatnonzero(promised & (gathers != wanted)).tolist():

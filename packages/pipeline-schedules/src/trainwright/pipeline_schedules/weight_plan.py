@@ -28,9 +28,9 @@ class WeightPlan:
             None: all of them, each from its first F to its last action that reads weights; g = 1.
             A number k from 1: at most k at once; a chunk makes room for the next one when its own
             next use is the farthest away, and is gathered anew for that; 1 ≤ g ≤ 2m. 0: none, each
-            F and each B or I gathers for itself; g = 2m. A chunk is gathered while the action
-            before its first one runs, except where k leaves no room for that. What one action
-            reads always has room: two chunks where a pair overlaps.
+            F and each B or I gathers for itself; g = 2m, less where a pair reads one chunk twice.
+            A chunk is gathered while the action before its first one runs, except where k leaves
+            no room for that. What one action reads always has room: two chunks of a pair.
         reduce_each_backward: Reduce gradients after every backward, so that what accumulates is
             this rank's part (r = m), instead of once after the last (r = 1). For all stages.
 

@@ -2,7 +2,6 @@
 
 from trainwright.pipeline_schedules.testing.damages import damages
 from trainwright.pipeline_schedules.testing.strategies import (
-    GENERATORS,
     generated_schedules,
     ownerships,
     valid_schedules,
@@ -11,7 +10,6 @@ from trainwright.pipeline_schedules.testing.strategies import (
 from trainwright.pipeline_schedules.testing.text import from_text
 
 __all__ = [
-    "GENERATORS",
     "damages",
     "from_text",
     "generated_schedules",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 from hypothesis import strategies as st
 
-from trainwright.pipeline_schedules.actions import COMPUTE_KINDS, STAGE_KINDS, Action
+from trainwright.pipeline_schedules.actions import COMPUTE_KINDS, STAGE_KINDS, Action, Kind
 from trainwright.pipeline_schedules.schedule import Schedule
 
 _Programs = list[list[Action]]
@@ -68,7 +68,9 @@ def _retarget(draw: st.DrawFn, programs: _Programs, schedule: Schedule) -> None:
         number = draw(st.integers(0, schedule.num_microbatches))
         program[index] = attrs.evolve(action, microbatch=number)
     elif action.kind in COMPUTE_KINDS:
-        program[index] = attrs.evolve(action, kind=draw(st.sampled_from(COMPUTE_KINDS)))
+        overlaps = (schedule.packed[:, 0] == Kind.F_PAIRED).any()
+        kinds = [kind for kind in COMPUTE_KINDS if overlaps or kind != Kind.F_PAIRED]
+        program[index] = attrs.evolve(action, kind=draw(st.sampled_from(kinds)))
 
 
 def _jostle(draw: st.DrawFn, programs: _Programs, schedule: Schedule) -> None:
