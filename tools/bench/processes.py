@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from trainwright.collectives import Communicator
 from trainwright.collectives.testing import run_processes
-
-_PR_SET_PDEATHSIG = 1
 
 
 def run_job(fn: Callable[..., Any], ranks: int, *args: Any, deadline_s: float) -> list[Any]:
@@ -45,12 +44,24 @@ def _run(
     communicator: Communicator, task: tuple[str, str], parent: int, args: tuple[Any, ...]
 ) -> Any:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            sys.exit("the benchmark that started this process is gone")
+        _end_with(parent)
     module, name = task
     __import__(module)
     return getattr(sys.modules[module], name)(communicator, *args)
+
+
+def _end_with(parent: int) -> None:
+    """End this process with the benchmark, which may be gone while its child goes on."""
+    try:
+        process = os.pidfd_open(parent)
+    except ProcessLookupError:
+        sys.exit("the benchmark that started this process is gone")
+
+    def wait() -> None:
+        select.select([process], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end with the benchmark", daemon=True).start()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
