@@ -4,6 +4,8 @@ import json
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -592,8 +594,9 @@ class Careless:
     def __getattr__(self, name: str) -> object:
         return getattr(self.comm, name)
 
-    def all_reduce(self, *arguments: object, **keywords: object) -> object:
-        return DONE
+    def all_reduce(self, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Work:
+        is_theirs = tensor.is_floating_point()
+        return DONE if is_theirs else self.comm.all_reduce(tensor, *arguments, **keywords)
 
 
 def test_what_was_called_so_far_is_compared_on_demand() -> None:
@@ -613,6 +616,36 @@ def test_what_was_called_so_far_is_compared_on_demand() -> None:
     assert len(set(messages)) == 1
     assert "rank 1 all_reduce #5 (9,) float32 SUM at test_recorded.py" in messages[0]
     assert "ranks 0, 2 all_reduce #5 (4,) float32 SUM at test_recorded.py" in messages[0]
+
+
+@pytest.mark.parametrize("is_coalesced", [False, True])
+def test_calls_that_differ_and_pass_are_told_in_debug_after_a_while(is_coalesced: bool) -> None:
+    def run(comm: Communicator) -> tuple[int, str]:
+        recorded = Recorded(Careless(comm))
+        with recorded.coalesce() if is_coalesced else nullcontext():
+            for _ in range(65):
+                recorded.all_reduce(torch.ones(2))
+        for number in range(65, 300):
+            op = ReduceOp.MAX if (comm.rank, number) == (1, 70) else ReduceOp.SUM
+            try:
+                recorded.all_reduce(torch.ones(2), op)
+            except UsageError as error:
+                return number, str(error)
+        return 300, ""
+
+    for number, told in LocalWorld(3).run(run):
+        assert number == 192
+        assert "rank 1 all_reduce #70 (2,) float32 MAX at test_recorded.py" in told
+        assert "ranks 0, 2 all_reduce #70 (2,) float32 SUM at test_recorded.py" in told
+
+
+def test_what_is_not_to_be_compared_is_not() -> None:
+    def run(comm: Communicator) -> None:
+        recorded = Recorded(Careless(comm), verify=False)
+        for number in range(200):
+            recorded.all_reduce(torch.ones(1 + comm.rank * number))
+
+    LocalWorld(2).run(run)
 
 
 def test_a_rank_that_has_called_less_is_told_by_its_count() -> None:

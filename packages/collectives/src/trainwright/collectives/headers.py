@@ -11,6 +11,9 @@ import torch
 
 HEADER_BYTES = 256
 
+# Sums of hashes below this, over some ten thousand ranks, stay below 2**63.
+HASHES = 2**48
+
 # Whether it has come, digest, number, length of the text.
 _FIELDS = struct.Struct("<?QqH")
 _TEXT_BYTES = HEADER_BYTES - _FIELDS.size

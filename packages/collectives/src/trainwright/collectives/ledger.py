@@ -16,6 +16,7 @@ from trainwright.collectives.headers import digest_of
 from trainwright.collectives.histories import History, compare_histories
 from trainwright.collectives.protocol import Communicator, Recv, Send, Work
 from trainwright.collectives.recorded_work import Block, Proof, RecordedWork
+from trainwright.collectives.sampling import Sampler
 from trainwright.collectives.told import Started, Told, rows
 from trainwright.collectives.traffic import Traffic, TrafficCounter, elements_sent
 from trainwright.collectives.verification import Claim, DisagreementError, Verifier
@@ -28,10 +29,15 @@ class Ledger:
     """The records, the traffic and the digest of one communicator on one rank."""
 
     def __init__(
-        self, comm: Communicator, recorder: FlightRecorder, verifier: Verifier | None
+        self,
+        comm: Communicator,
+        recorder: FlightRecorder,
+        verifier: Verifier | None,
+        sampler: Sampler | None,
     ) -> None:
         self.recorder = recorder
         self.verifier = verifier
+        self._sampler = sampler
         self.block: Block | None = None
         self._comm = comm
         self._counter = TrafficCounter()
@@ -52,6 +58,7 @@ class Ledger:
         come to it and agree.
         """
         started = Started()
+        self._sample(kind)
         with self._noting(kind), self._held_back():
             try:
                 yield started
@@ -96,6 +103,7 @@ class Ledger:
         self, kind: str, check: Callable[[], None], timeout_s: float | None = None
     ) -> Iterator[None]:
         """Write down an operation without tensors that returns when it is over."""
+        self._sample(kind)
         try:
             check()
         except UsageError as error:
@@ -110,13 +118,13 @@ class Ledger:
 
     def check(self, timeout_s: float | None) -> None:
         """Compare the digests of all ranks, and their records where those differ."""
-        history = History(
-            self._num_collectives,
-            self._digest,
-            [record for record in self.recorder.records(self._comm.name) if record.peer is None],
-        )
         with self._noting("check"):
-            compare_histories(self._comm, history, timeout_s)
+            compare_histories(self._comm, self._history(), timeout_s)
+
+    def _history(self) -> History:
+        records = self.recorder.records(self._comm.name)
+        own = [record for record in records if record.peer is None]
+        return History(self._num_collectives, self._digest, own)
 
     def _enter(self, told: Told) -> Record:
         like = told.like
@@ -165,6 +173,11 @@ class Ledger:
             raise  # nothing has happened
         except CollectiveError as error:
             raise self._explain(error, f"{kind} at {find_place()}") from error.__cause__
+
+    def _sample(self, kind: str) -> None:
+        if self._sampler is not None and self.block is None:
+            with self._noting(kind):
+                self._sampler.look(self._history, self._num_collectives, self._digest)
 
     def _held_back(self) -> AbstractContextManager[object]:
         """Return a block inside which calls are checked and do not start yet."""

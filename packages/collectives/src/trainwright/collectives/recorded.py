@@ -14,9 +14,13 @@ from trainwright.collectives.ledger import Ledger
 from trainwright.collectives.placing import PlacingInside
 from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
 from trainwright.collectives.recorded_work import Block, RecordedBlock
+from trainwright.collectives.sampling import Sampler
 from trainwright.collectives.told import Told
 from trainwright.collectives.traffic import Traffic
 from trainwright.collectives.verification import make_verifier
+
+# Between two comparisons of what all ranks have called; the recorder keeps some more.
+_SAMPLED_EVERY = 64
 
 
 class Recorded(PlacingInside):
@@ -32,11 +36,16 @@ class Recorded(PlacingInside):
     the collective come to a standstill. The ends of messages are compared when the receiver waits;
     where they differ the world is stopped by ``abort``.
 
+    By default, in debug, that is unless Python runs with -O, hashes of what ranks called are added
+    up after every 64 collectives and looked at 64 later. That finds calls that differ and yet pass;
+    it makes only those wait who are as many collectives ahead.
+
     Args:
         comm: The communicator that does the work.
-        verify: Whether operations are compared, for debugging. A `Communicator` of the same ranks
-            in the same order and of its own is used for that (beside NCCL, one over Gloo spares
-            the device); True splits ``comm``.
+        verify: Whether each operation is compared, for debugging. A `Communicator` of the same
+            ranks in the same order and of its own is used for that (beside NCCL, one over Gloo
+            spares the device); True splits ``comm``; None compares now and then, in debug; False
+            never does.
         recorder: Where operations are kept; None makes one. Communicators made by ``split`` share
             it.
 
@@ -44,20 +53,25 @@ class Recorded(PlacingInside):
         UsageError: ``verify`` is a communicator of other ranks.
 
     Communicates:
-        Without ``verify`` nothing of its own. With it one or two splits now, and per operation
-        what `Verifier` says. All ranks construct together and with the same ``verify``.
+        With ``verify`` one or two splits now, and per operation what `Verifier` says; without it
+        nothing now, and what `Sampler` says or nothing later. All ranks construct together, with
+        the same ``verify``, and with or without -O.
     """
 
     def __init__(
         self,
         comm: Communicator,
         *,
-        verify: bool | Communicator = False,
+        verify: bool | Communicator | None = None,
         recorder: FlightRecorder | None = None,
     ) -> None:
         self._comm = comm
-        verifier = None if verify is False else make_verifier(comm, verify)
-        self._ledger = Ledger(comm, FlightRecorder() if recorder is None else recorder, verifier)
+        self._verify = verify
+        is_sampled = verify is None and __debug__
+        sampler = Sampler(comm, _SAMPLED_EVERY) if is_sampled else None
+        verifier = make_verifier(comm, verify) if verify else None
+        recorder = FlightRecorder() if recorder is None else recorder
+        self._ledger = Ledger(comm, recorder, verifier, sampler)
 
     @property
     def rank(self) -> int:
@@ -246,7 +260,7 @@ class Recorded(PlacingInside):
             compared = verifier and verifier.calls.split(color, key)
         if part is None:
             return None
-        return Recorded(part, verify=compared or False, recorder=self.recorder)
+        return Recorded(part, verify=compared or self._verify, recorder=self.recorder)
 
     @contextmanager
     def coalesce(self) -> Iterator[Work]:

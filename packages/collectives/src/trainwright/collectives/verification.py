@@ -9,12 +9,9 @@ import torch
 
 from trainwright.collectives.errors import CollectiveError, CollectiveTimeoutError, UsageError
 from trainwright.collectives.flight import Record
-from trainwright.collectives.headers import Header, blank_headers, digest_of, tell_groups
+from trainwright.collectives.headers import HASHES, Header, blank_headers, digest_of, tell_groups
 from trainwright.collectives.objects import all_gather_object
 from trainwright.collectives.protocol import Communicator, Work
-
-# Sums of hashes over some ten thousand ranks stay below 2**63.
-_HASHES = 2**48
 
 _RULE = (
     "All ranks must call the same operations in the same order with the same shapes, dtypes and "
@@ -66,7 +63,7 @@ class Verifier:
             CollectiveTimeoutError: Ranks have not come; the text names them.
         """
         comm = self.calls
-        digest = digest_of(claim.signature) % _HASHES
+        digest = digest_of(claim.signature) % HASHES
         balance = _balance(claim, comm.rank)
         totals = torch.tensor([digest, balance], device=comm.device)
         try:
@@ -78,7 +75,7 @@ class Verifier:
             ) from error
         of_digests, of_balances = totals.tolist()
         # Hashes that differ from each other are as good as never alike to their mean.
-        if of_digests != digest * comm.size or of_balances % _HASHES:
+        if of_digests != digest * comm.size or of_balances % HASHES:
             self._raise_difference(claim, timeout_s)
         self._agreed = claim.text
 
@@ -184,4 +181,4 @@ def _balance(claim: Claim, rank: int) -> int:
     """Return a number that adds up to 0 over all ranks where as many rows go as are expected."""
     sent = (digest_of(f"{rank} {to} {rows}") for to, rows in enumerate(claim.rows_out))
     expected = (digest_of(f"{by} {rank} {rows}") for by, rows in enumerate(claim.rows_in))
-    return (sum(sent) - sum(expected)) % _HASHES
+    return (sum(sent) - sum(expected)) % HASHES
