@@ -83,6 +83,11 @@ class BufferWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._check(func, tensor, is_written)
         return func(*args, **given)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # True would import the compiler, which takes two seconds.
+        return False
+
     def _check(self, func: Any, tensor: torch.Tensor, is_written: bool) -> None:
         for owned in self._owned.values():
             if (is_written or owned.is_written) and share_memory(tensor, owned.tensor):
