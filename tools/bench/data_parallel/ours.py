@@ -11,7 +11,7 @@ from tools.bench.data_parallel.gpt import Batch, Block, build_model, mean_loss
 from trainwright.collectives import Communicator
 from trainwright.sharding import Mesh, MeshShape, ShardPolicy, data_parallel, one_norm
 from trainwright.sharding.data.units import by_class
-from trainwright.stability_guards import clip_
+from trainwright.stability_guards import clip_, clip_coefficient
 
 
 def stage(number: int) -> Build:
@@ -48,13 +48,20 @@ class _Staged:
         yield "wait"
         totals = one_norm(self._mesh, self._pieces, loss_sum=loss.detach())
         yield "norm"
-        gradients = [g for piece in self._pieces if (g := piece.parameter.grad) is not None]
-        clip_(gradients, totals.norm, max_norm)
+        self._clip(totals.norm, max_norm)
         yield "clip"
         self._optimizer.step()
         yield "optimizer"
         parallel.publish()
         yield "publish"
+
+    def _clip(self, norm: torch.Tensor, max_norm: float) -> None:
+        if self._optimizer.defaults.get("fused"):
+            # It divides by this while it reads the gradients anyway.
+            self._optimizer.grad_scale = clip_coefficient(norm, max_norm).float().reciprocal()
+            return
+        gradients = [g for piece in self._pieces if (g := piece.parameter.grad) is not None]
+        clip_(gradients, norm, max_norm)
 
     def whole_weights(self) -> Mapping[str, torch.Tensor]:
         parallel = self._parallel

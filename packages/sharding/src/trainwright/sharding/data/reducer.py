@@ -245,10 +245,14 @@ class Reducer:
     def _collect_older(self) -> None:
         while self._collected < self._next - _UNDER_WAY:
             bucket = self._buckets[self._collected]
-            if bucket.sums.is_lent:
-                if not bucket.sums.is_collectable(self._patience_s if self._waits else 0.0):
+            is_lent = bucket.sums.is_lent
+            # Asking is taking part: without it a rank that is early would leave its share of all
+            # sums for the end of the backward, when the others have done theirs.
+            if not bucket.sums.is_collectable(self._patience_s if is_lent and self._waits else 0.0):
+                if is_lent:
                     self._stop_waiting()
-                    return
+                return
+            if is_lent:
                 bucket.collect()
             self._collected += 1
 

@@ -3,24 +3,28 @@
 The backward of such a product owes the sum over the ranks of the input's gradient. It is started
 before the weight gradient is computed and waited for after it. Where only this rank's positions of
 the input are kept, they are gathered again while the input's gradient is computed.
+
+Where a schedule takes backwards apart, it calls ``input_gradient`` and, at any later time,
+``weight_gradient`` in place of ``backward``. The sum is then waited for before the weight gradient.
 """
 
 # Shapes: ... any leading dims, I in_features, O the outputs computed on this rank.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 
 from trainwright.collectives import Communicator, differentiable
-from trainwright.sharding.errors import NotAvailableError
-from trainwright.sharding.tensor.pending import (
-    Pending,
-    start_gather,
-    start_sum,
-    start_sum_of_parts,
+from trainwright.sharding.tensor.pending import start_gather, start_sum, start_sum_of_parts
+from trainwright.sharding.tensor.product_gradients import (
+    as_autocast,
+    differentiable_gradients,
+    finished,
+    gathered_gradients_again,
+    weight_gradients,
 )
 from trainwright.sharding.tensor.sequence import (
     Entrance,
@@ -29,8 +33,6 @@ from trainwright.sharding.tensor.sequence import (
     entrance_of,
     leave_sequence,
 )
-
-_Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def multiply_columns(
@@ -58,7 +60,7 @@ def multiply_columns(
     """
     if tp.size == 1:
         return F.linear(input, weight, bias)
-    tensors = _as_autocast(input, weight, bias)
+    tensors = as_autocast(input, weight, bias)
     if is_entered:
         entrance = entrance_of(input)
         if entrance is None:
@@ -110,6 +112,8 @@ class _SumInPlace(torch.autograd.Function):
 class _ReplicatedProduct(torch.autograd.Function):
     """The input is replicated: its gradient is summed behind the weight gradient."""
 
+    weights: ClassVar[tuple[int, ...]] = (1, 2)
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -127,16 +131,31 @@ class _ReplicatedProduct(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
             input = differentiable.replicate_to_partial(input, ctx.tp)
-            given, *rest = _differentiable_gradients(ctx, gradient, input, weight)
+            given, *rest = differentiable_gradients(ctx, gradient, input, weight)
             total = None if given is None else differentiable.partial_to_replicate(given, ctx.tp)
             return total, *rest, None
         summing = start_sum(gradient @ weight, ctx.tp) if ctx.needs_input_grad[0] else None
-        own = _weight_gradients(ctx, gradient, input)
-        return _finished(summing), *own, None
+        own = weight_gradients(ctx, gradient, input)
+        return finished(summing), *own, None
+
+    @staticmethod
+    def input_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of the input; one all-reduce."""
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        _, weight = ctx.saved_tensors
+        return start_sum(gradient @ weight, ctx.tp).finish(), None, None, None
+
+    @staticmethod
+    def weight_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of weight and bias."""
+        return weight_gradients(ctx, gradient, ctx.saved_tensors[0])
 
 
 class _GatheredProduct(torch.autograd.Function):
     """The input is this rank's positions: gathered, and its gradient summed and cut."""
+
+    weights: ClassVar[tuple[int, ...]] = (1, 2)
 
     @staticmethod
     def forward(
@@ -160,7 +179,7 @@ class _GatheredProduct(torch.autograd.Function):
         kept, weight = ctx.saved_tensors
         sequence: SequenceSharding = ctx.sequence
         if torch.is_grad_enabled():
-            return *_gathered_gradients_again(ctx, gradient, kept, weight), None, None, None
+            return *gathered_gradients_again(ctx, gradient, kept, weight), None, None, None
         gathering = None
         if ctx.needs_input_grad[1] and not sequence.keeps_whole:
             gathering = start_gather(kept, ctx.tp, sequence.dim, ctx.length)
@@ -168,12 +187,31 @@ class _GatheredProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             summing = start_sum_of_parts(gradient @ weight, ctx.tp, sequence.dim)
         whole = kept if gathering is None else gathering.finish()
-        own = _weight_gradients(ctx, gradient, whole)
-        return _finished(summing), *own, None, None, None
+        own = weight_gradients(ctx, gradient, whole)
+        return finished(summing), *own, None, None, None
+
+    @staticmethod
+    def input_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of this rank's positions; one reduce-scatter."""
+        given = None
+        if ctx.needs_input_grad[0]:
+            _, weight = ctx.saved_tensors
+            given = start_sum_of_parts(gradient @ weight, ctx.tp, ctx.sequence.dim).finish()
+        return given, None, None, None, None, None
+
+    @staticmethod
+    def weight_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of weight and bias; one all-gather where a part is kept."""
+        whole = ctx.saved_tensors[0]
+        if ctx.needs_input_grad[1] and not ctx.sequence.keeps_whole:
+            whole = start_gather(whole, ctx.tp, ctx.sequence.dim, ctx.length).finish()
+        return weight_gradients(ctx, gradient, whole)
 
 
 class _EnteredProduct(torch.autograd.Function):
     """The input has been gathered before, for several products; only the part is kept."""
+
+    weights: ClassVar[tuple[int, ...]] = (1, 2)
 
     @staticmethod
     def forward(
@@ -195,74 +233,35 @@ class _EnteredProduct(torch.autograd.Function):
         if torch.is_grad_enabled():
             sequence = SequenceSharding(regather.dim, True, regather.length)
             whole = enter_sequence(part, regather.comm, sequence)
-            return *_differentiable_gradients(ctx, gradient, whole, weight), None, None
+            return *differentiable_gradients(ctx, gradient, whole, weight), None, None
         if ctx.needs_input_grad[1]:
             regather.start(part)
         given = gradient @ weight if ctx.needs_input_grad[0] else None
         whole = regather.take() if ctx.needs_input_grad[1] else part
-        return given, *_weight_gradients(ctx, gradient, whole), None, None
+        return given, *weight_gradients(ctx, gradient, whole), None, None
 
+    @staticmethod
+    def input_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of what was gathered."""
+        _, weight = ctx.saved_tensors
+        given = gradient @ weight if ctx.needs_input_grad[0] else None
+        return given, None, None, None, None
 
-def _gathered_gradients_again(
-    ctx: Any, gradient: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor
-) -> _Gradients:
-    """Compute the gradients of `_GatheredProduct` so that they have gradients themselves."""
-    sequence: SequenceSharding = ctx.sequence
-    if sequence.keeps_whole:
-        # What was kept has no history: its second derivative would be zero without a word.
-        raise NotAvailableError(
-            "second derivatives through a gathered input that is kept whole are not available; "
-            "keep parts instead: SequenceSharding.keeping_shards()"
-        )
-    entering = SequenceSharding(sequence.dim, True, ctx.length)
-    whole = enter_sequence(kept, ctx.tp, entering)
-    given, *own = _differentiable_gradients(ctx, gradient, whole, weight)
-    if given is not None:
-        given = leave_sequence(given, ctx.tp, entering)
-    return given, own[0], own[1]
-
-
-def _differentiable_gradients(
-    ctx: Any, gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor
-) -> _Gradients:
-    given = gradient @ weight if ctx.needs_input_grad[0] else None
-    return given, *_weight_gradients(ctx, gradient, input)
-
-
-def _weight_gradients(
-    ctx: Any, gradient: torch.Tensor, input: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of weight and bias where they are wanted."""
-    rows = _to_rows(gradient)
-    of_weight = None
-    if ctx.needs_input_grad[1]:
-        of_weight = rows.t() @ _to_rows(input).to(rows.dtype)
-    return of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
-
-
-def _to_rows(tensor: torch.Tensor) -> torch.Tensor:
-    # Not reshape(-1, O): a rank may have no outputs at all.
-    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.unsqueeze(0)
-
-
-def _finished(pending: Pending | None) -> torch.Tensor | None:
-    return None if pending is None else pending.finish()
-
-
-def _as_autocast(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Cast as autocast would cast for `F.linear`, so that the backward sees what was multiplied."""
-    kind = input.device.type
-    if not torch.is_autocast_enabled(kind):
-        return input, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-
-    return cast_one(input), cast_one(weight), None if bias is None else cast_one(bias)
+    @staticmethod
+    def weight_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of weight and bias; one all-gather for all products of a part."""
+        part = ctx.saved_tensors[0]
+        if ctx.needs_input_grad[1]:
+            ctx.regather.start(part)
+            part = ctx.regather.take()
+        return weight_gradients(ctx, gradient, part)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+    tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
+    if torch.overrides.has_torch_function(tensors):
+        # So that a schedule that takes backwards apart sees it, which costs nothing where none is.
+        return cast(
+            torch.Tensor, torch.overrides.handle_torch_function(function.apply, tensors, *args)
+        )
     return cast(torch.Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
