@@ -50,6 +50,13 @@ PLANS = {
     ("all_gather", "bidirectional_ring"): plans.bidirectional_ring_all_gather_plan,
     ("all_gather", "direct"): plans.direct_all_gather_plan,
     ("all_gather", "halving_doubling"): plans.halving_doubling_all_gather_plan,
+    ("all_to_all", "direct"): plans.direct_all_to_all_plan,
+}
+
+
+OVER_NODES = {
+    "all_reduce": plans.hierarchical_all_reduce_plan,
+    "all_to_all": plans.hierarchical_all_to_all_plan,
 }
 
 
@@ -67,13 +74,16 @@ CHUNKED_PLANS = {
 
 def replayed_s(ranks_plans, num_bytes, topology):
     """Seconds of plans whose ranks wait for each other after each step, one message at a time."""
-    bounds = ranks_plans[0].bounds(num_bytes)
+    # The plan of an all-to-all counts the tensors of all ranks as one.
+    is_whole = ranks_plans[0].kept_pitch > 1
+    num_bytes *= len(ranks_plans) if is_whole else 1
     total = 0.0
     for steps in zip(*(plan.steps for plan in ranks_plans), strict=True):
         busy = [0.0]
         for rank, step in enumerate(steps):
+            plan = ranks_plans[rank]
             for parts in (step.sends, step.receives):
-                lengths = [(part.peer, bounds[part.stop] - bounds[part.start]) for part in parts]
+                lengths = [(part.peer, plan.part_numel(part, num_bytes)) for part in parts]
                 busy.append(
                     sum(topology.link(rank, peer).time_s(length) for peer, length in lengths)
                 )
@@ -102,9 +112,10 @@ def test_costs_over_nodes_are_those_of_the_plans(nodes, each):
         expected = replayed_s([plan(ranks, rank) for rank in range(ranks)], num_bytes, topology)
         found = cost(collective, algorithm, num_bytes, topology).time_s
         assert found == pytest.approx(expected), (collective, algorithm)
-    levels = [plans.hierarchical_all_reduce_plan(ranks, rank, each) for rank in range(ranks)]
-    found = cost("all_reduce", "hierarchical", num_bytes, topology).time_s
-    assert found == pytest.approx(replayed_s(levels, num_bytes, topology))
+    for collective, plan in OVER_NODES.items():
+        levels = [plan(ranks, rank, each) for rank in range(ranks)]
+        found = cost(collective, "hierarchical", num_bytes, topology).time_s
+        assert found == pytest.approx(replayed_s(levels, num_bytes, topology)), collective
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8, 16, 17])

@@ -176,7 +176,10 @@ def _hierarchical_half(request: Request) -> Phases:
 
 
 def _hierarchical_all_to_all(request: Request) -> Phases:
-    """First to the device of the own node that stands as the target does in its node."""
+    """First to the device of the own node that stands as the target does in its node.
+
+    Each message takes along what goes the same way: K / g in the node, K / k across.
+    """
     topology, num_bytes = request.topology, request.num_bytes
     each, nodes = topology.devices_per_node, topology.nodes
     return (

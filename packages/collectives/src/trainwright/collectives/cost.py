@@ -2,10 +2,9 @@
 
 Sizes are those of nccl-tests: ``num_bytes`` is the large tensor of a rank, the one that is reduced,
 gathered to, scattered from, broadcast, or exchanged as a whole. Costs are of algorithms that finish
-one step before the next, as those of `algorithms` do; it has all but all-to-all, which is the
-communicator's, and the hierarchical ones that are not all-reduces. With ``Topology.rings`` the
-costs of rings are those of NCCL's. The time that devices take to add numbers is not in them, nor
-that partial sums of 16-bit tensors travel in float32.
+one step before the next, as those of `algorithms` do; it has all of them. With ``Topology.rings``
+the costs of rings are those of NCCL's. The time that devices take to add numbers is not in them,
+nor that partial sums of 16-bit tensors travel in float32.
 
 Source: Hockney: The communication challenge for MPP (1994); nccl-tests doc/PERFORMANCE.md.
 """

@@ -7,6 +7,13 @@ All functions have finished when they return, never wait for a send before the m
 has been started, and send nothing for empty chunks.
 """
 
+from trainwright.collectives.algorithms.all_to_all import (
+    all_to_all_by,
+    direct_all_to_all,
+    direct_all_to_all_plan,
+    hierarchical_all_to_all,
+    hierarchical_all_to_all_plan,
+)
 from trainwright.collectives.algorithms.chain import (
     ring_broadcast,
     ring_broadcast_plan,
@@ -107,6 +114,7 @@ __all__ = [
     "TreeNode",
     "all_gather_by",
     "all_reduce_by",
+    "all_to_all_by",
     "bidirectional_ring_all_gather",
     "bidirectional_ring_all_gather_plan",
     "bidirectional_ring_all_reduce",
@@ -119,6 +127,8 @@ __all__ = [
     "direct_all_gather_plan",
     "direct_all_reduce",
     "direct_all_reduce_plan",
+    "direct_all_to_all",
+    "direct_all_to_all_plan",
     "direct_broadcast",
     "direct_broadcast_plan",
     "direct_reduce",
@@ -141,6 +151,8 @@ __all__ = [
     "hierarchical_all_gather_plan",
     "hierarchical_all_reduce",
     "hierarchical_all_reduce_plan",
+    "hierarchical_all_to_all",
+    "hierarchical_all_to_all_plan",
     "hierarchical_reduce_scatter",
     "hierarchical_reduce_scatter_plan",
     "master_worker_all_reduce",

@@ -71,6 +71,10 @@ class Execution:
         op: ReduceOp,
         dtype: torch.dtype,
     ) -> None:
+        if plan.kept_pitch != 1:
+            raise UsageError(
+                f"{plan.algorithm}: the plan is an all-to-all; run it by all_to_all_by"
+            )
         self._comm = comm
         self._plan = plan
         self._source = source

@@ -133,7 +133,7 @@ def hierarchical_all_reduce(
         within its node and ``2 * (m - 1) / m * K / d`` across, ``2 * (n - 1) / n * K`` together
         for ``n = d * m``.
     """
-    levels = _TwoLevels(node, across)
+    levels = TwoLevels(node, across)
     plan = hierarchical_all_reduce_plan(levels.size, levels.rank, node.size)
     all_reduce_by(plan, levels, tensor, op, reduce_dtype=reduce_dtype, deterministic=deterministic)
 
@@ -157,7 +157,7 @@ def hierarchical_reduce_scatter(
         ``d - 1`` steps of ``m`` messages and ``m - 1`` of one. Each rank sends ``(d - 1) / d * K``
         within its node and ``(m - 1) / m * K / d`` across.
     """
-    levels = _TwoLevels(node, across)
+    levels = TwoLevels(node, across)
     plan = hierarchical_reduce_scatter_plan(levels.size, levels.rank, node.size)
     reduce_scatter_by(
         plan, levels, output, input, op, reduce_dtype=reduce_dtype, deterministic=deterministic
@@ -176,7 +176,7 @@ def hierarchical_all_gather(
         ``m - 1`` steps of one message and ``d - 1`` of ``m``. Each rank sends
         ``(m - 1) / m * K / d`` across and ``(d - 1) / d * K`` within its node.
     """
-    levels = _TwoLevels(node, across)
+    levels = TwoLevels(node, across)
     plan = hierarchical_all_gather_plan(levels.size, levels.rank, node.size)
     all_gather_by(plan, levels, output, input)
 
@@ -217,8 +217,13 @@ def _rings_by_rank(size: int, rank: int, ranks_per_node: int) -> tuple[Ring, Rin
     return within, across
 
 
-class _TwoLevels:
-    """All ranks of all nodes, whose messages go by the communicator that both ends share."""
+class TwoLevels:
+    """All ranks of all nodes, whose messages go by the communicator that both ends share.
+
+    Args:
+        node: The ranks of this rank's node.
+        across: The ranks with this rank's place, one of each node.
+    """
 
     def __init__(self, node: Communicator, across: Communicator) -> None:
         self._node = node

@@ -50,7 +50,7 @@ def all_reduce_by(
         What the plan says: ``plan.num_sent(tensor.numel(), payload)`` elements of each payload.
     """
     what = f"{plan.algorithm}_all_reduce"
-    _check_plan(what, plan, comm)
+    check_plan(what, plan, comm)
     source = check_tensor(what, tensor, comm.device)
     check_writable(what, source)
     dtype = resolve_reduce_dtype(what, source.dtype, op, reduce_dtype)
@@ -73,7 +73,7 @@ def reduce_by(
     Args, Raises, Communicates: as `all_reduce_by`.
     """
     what = f"{plan.algorithm}_reduce"
-    _check_plan(what, plan, comm)
+    check_plan(what, plan, comm)
     source = check_tensor(what, tensor, comm.device)
     dtype = resolve_reduce_dtype(what, source.dtype, op, reduce_dtype)
     if deterministic:
@@ -116,7 +116,7 @@ def reduce_scatter_by(
         What the plan says, in the tensor's dtype or, partial results, in ``reduce_dtype``.
     """
     what = f"{plan.algorithm}_reduce_scatter"
-    _check_plan(what, plan, comm)
+    check_plan(what, plan, comm)
     source = check_tensor(what, input, comm.device)
     target = check_tensor(what, output, comm.device)
     check_same_dtype(what, target, source)
@@ -150,7 +150,7 @@ def all_gather_by(plan: Plan, comm: Passage, output: torch.Tensor, input: torch.
         What the plan says, in the tensor's dtype.
     """
     what = f"{plan.algorithm}_all_gather"
-    _check_plan(what, plan, comm)
+    check_plan(what, plan, comm)
     source = check_tensor(what, input, comm.device)
     target = check_tensor(what, output, comm.device)
     check_same_dtype(what, target, source)
@@ -178,7 +178,7 @@ def broadcast_by(plan: Plan, comm: Passage, tensor: torch.Tensor) -> None:
         What the plan says, in the tensor's dtype.
     """
     what = f"{plan.algorithm}_broadcast"
-    _check_plan(what, plan, comm)
+    check_plan(what, plan, comm)
     source = check_tensor(what, tensor, comm.device)
     is_root = plan.given == (0, plan.num_chunks)
     if not is_root:
@@ -198,7 +198,12 @@ def _reduce_in_place(
         source.copy_(flat.view(source.shape))
 
 
-def _check_plan(what: str, plan: Plan, comm: Passage) -> None:
+def check_plan(what: str, plan: Plan, comm: Passage) -> None:
+    """Refuse the plan of another rank or world.
+
+    Raises:
+        UsageError: ``plan`` and ``comm`` differ in rank or size.
+    """
     if (plan.rank, plan.size) != (comm.rank, comm.size):
         raise UsageError(
             f"{what}: the plan is that of rank {plan.rank} of {plan.size}, this is rank "

@@ -1,8 +1,9 @@
 """Algorithms as data: what one rank sends and receives in each step.
 
 A tensor's elements, in order, are cut into ``blocks``, and each block into ``pieces``; chunk
-``b * pieces + p`` is piece p of block b. A message carries neighbouring chunks. All messages of a
-step are under way together, and a step needs what the steps before it have brought.
+``b * pieces + p`` is piece p of block b. A message carries neighbouring chunks, or some at equal
+distances. All messages of a step are under way together, and a step needs what the steps before it
+have brought.
 """
 
 from __future__ import annotations
@@ -30,12 +31,28 @@ class Payload(enum.Enum):
 
 @attrs.frozen
 class Part:
-    """One message of a step: chunks ``start`` to ``stop``, to or from ``peer``."""
+    """One message of a step: chunks ``start`` to ``stop``, to or from ``peer``.
+
+    Where ``count`` is more than 1, as many follow at each further distance of ``pitch`` chunks.
+    """
 
     peer: int
     start: int
     stop: int
     payload: Payload
+    count: int = 1
+    pitch: int = 0
+
+    def chunks(self) -> Iterator[int]:
+        """Yield the chunks in the order in which they travel."""
+        for number in range(self.count):
+            shift = number * self.pitch
+            yield from range(self.start + shift, self.stop + shift)
+
+    @property
+    def end(self) -> int:
+        """The chunk after the last one."""
+        return self.stop + (self.count - 1) * self.pitch
 
 
 @attrs.frozen
@@ -65,13 +82,15 @@ class Plan:
     """The chunks whose result this rank has at the beginning, as the parts of an all-gather."""
     kept: tuple[int, int] = (0, 0)
     """The chunks whose result this rank has at the end."""
+    kept_pitch: int = 1
+    """The distance between two of the kept chunks; an all-to-all keeps one of each sender."""
     in_rank_order: bool = False
     """Whether each result is combined at one place, from all contributions in rank order."""
 
     def __attrs_post_init__(self) -> None:
         """Refuse ranks and chunks that do not exist."""
         check_place(self.algorithm, self.rank, self.size)
-        for start, stop in (self.given, self.kept, *((p.start, p.stop) for p in self.parts())):
+        for start, stop in (self.given, self.kept, *((p.start, p.end) for p in self.parts())):
             if not 0 <= start <= stop <= self.num_chunks:
                 raise UsageError(
                     f"{self.algorithm}: chunks {start}..{stop} of rank {self.rank} must lie in "
@@ -110,16 +129,33 @@ class Plan:
         """Return how many elements this rank receives, all or those of one payload."""
         return self._count((p for step in self.steps for p in step.receives), numel, payload)
 
+    def part_numel(self, part: Part, numel: int) -> int:
+        """Return how many of a tensor's elements a message holds."""
+        shifts = range(0, part.count * part.pitch, part.pitch) if part.count > 1 else (0,)
+        return sum(
+            self._end_of(part.stop + shift, numel) - self._end_of(part.start + shift, numel)
+            for shift in shifts
+        )
+
     def parts(self) -> Iterator[Part]:
         """Yield all messages, step by step."""
         for step in self.steps:
             yield from step.sends
             yield from step.receives
 
+    def _end_of(self, num_chunks: int, numel: int) -> int:
+        """Return how many elements the first chunks have: one of `bounds`, without the others."""
+        block, piece = divmod(num_chunks, self.pieces)
+        each, longer = divmod(numel, self.blocks)
+        start = block * each + min(block, longer)
+        if not piece:
+            return start
+        each_piece, longer_pieces = divmod(each + (block < longer), self.pieces)
+        return start + piece * each_piece + min(piece, longer_pieces)
+
     def _count(self, parts: Iterable[Part], numel: int, payload: Payload | None) -> int:
-        bounds = self.bounds(numel)
         counted = (part for part in parts if payload in (None, part.payload))
-        return sum(bounds[part.stop] - bounds[part.start] for part in counted)
+        return sum(self.part_numel(part, numel) for part in counted)
 
 
 def chunk_bounds(numel: int, size: int) -> tuple[int, ...]:

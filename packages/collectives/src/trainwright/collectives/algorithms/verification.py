@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import attrs
+
 from trainwright.collectives.algorithms.plan import Part, Payload, Plan
 from trainwright.collectives.errors import UsageError
 
 # For each chunk: the ranks whose contributions are in what a rank holds; None once given away.
 _Held = list[frozenset[int] | None]
 # By sender and receiver.
-_Messages = defaultdict[tuple[int, int], list[tuple[int, int, Payload]]]
+_Messages = defaultdict[tuple[int, int], list[Part]]
 
 
 def verify_plans(plans: Sequence[Plan]) -> None:
@@ -43,7 +45,7 @@ def verify_plans(plans: Sequence[Plan]) -> None:
     for plan in plans:
         if plan.in_rank_order and any(p.payload is Payload.PARTIAL for p in plan.parts()):
             raise UsageError(f"{plan.algorithm}: partial results are not in rank order")
-        for chunk in range(*plan.kept):
+        for chunk in range(*plan.kept, plan.kept_pitch):
             if chunk not in finished[plan.rank] and held[plan.rank][chunk] != frozenset(
                 range(size)
             ):
@@ -58,9 +60,9 @@ def _check_pairs(plans: Sequence[Plan], number: int) -> None:
     received: _Messages = defaultdict(list)
     for plan in plans:
         for part in plan.steps[number].sends:
-            sent[plan.rank, part.peer].append((part.start, part.stop, part.payload))
+            sent[plan.rank, part.peer].append(attrs.evolve(part, peer=plan.rank))
         for part in plan.steps[number].receives:
-            received[part.peer, plan.rank].append((part.start, part.stop, part.payload))
+            received[part.peer, plan.rank].append(part)
     for source, target in sent.keys() | received.keys():
         where = f"{plans[0].algorithm}: step {number}: from rank {source} to rank {target}"
         if source == target:
@@ -79,14 +81,14 @@ def _follow(
     done = [set(chunks) for chunks in finished]
     for plan in plans:
         for part in plan.steps[number].sends:
-            for chunk in range(part.start, part.stop):
+            for chunk in part.chunks():
                 where = f"{plan.algorithm}: step {number}: rank {plan.rank}, chunk {chunk}"
                 _check_sent(where, plan, part, before[plan.rank][chunk], chunk in done[plan.rank])
                 if part.payload is Payload.PARTIAL:
                     held[plan.rank][chunk] = None
     for plan in plans:
         for part in plan.steps[number].receives:
-            for chunk in range(part.start, part.stop):
+            for chunk in part.chunks():
                 where = f"{plan.algorithm}: step {number}: rank {plan.rank}, chunk {chunk}"
                 if part.payload is Payload.RESULT:
                     finished[plan.rank].add(chunk)
@@ -117,6 +119,10 @@ def _named(ranks: frozenset[int] | None) -> str:
     return "nothing" if ranks is None else f"what ranks {sorted(ranks)} contribute"
 
 
-def _told(messages: Sequence[tuple[int, int, Payload]]) -> str:
-    told = [f"{payload.value} of chunks {start}..{stop}" for start, stop, payload in messages]
-    return ", ".join(told) or "nothing"
+def _told(messages: Sequence[Part]) -> str:
+    return ", ".join(map(_told_of, messages)) or "nothing"
+
+
+def _told_of(part: Part) -> str:
+    further = f" and {part.count - 1} times {part.pitch} further" if part.count > 1 else ""
+    return f"{part.payload.value} of chunks {part.start}..{part.stop}{further}"
