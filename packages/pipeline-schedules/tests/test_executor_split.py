@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,14 +11,22 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from trainwright.collectives import SingleCommunicator
-from trainwright.pipeline_schedules import Action, Kind, Schedule, gpipe
+from trainwright.collectives import Communicator, LocalWorld, SingleCommunicator
+from trainwright.pipeline_schedules import GENERATORS, Action, Kind, Schedule, gpipe
 from trainwright.pipeline_schedules.execute import (
     PipelineExecutor,
+    SplitOperation,
     StepResult,
 )
+from trainwright.pipeline_schedules.execute.run import Run
+from trainwright.pipeline_schedules.execute.testing import serial_step
 
 # Shapes: B rows, S positions, D width.
 
@@ -35,7 +45,7 @@ def split_backwards(schedule: Schedule, delay: int) -> Schedule:
             computed.append(attrs.evolve(action, kind=Kind.I) if action.kind is Kind.B else action)
             if action.kind is Kind.B:
                 owed.append((number + delay, attrs.evolve(action, kind=Kind.W)))
-            while owed and owed[0][0] <= number:
+            while owed and owed[0][0] <= number and action.kind is not Kind.F_PAIRED:
                 computed.append(owed.pop(0)[1])
         computed += [action for _, action in owed]
         rows = [(action.kind, action.stage, action.microbatch) for action in computed]
@@ -128,3 +138,291 @@ def test_split_backwards_give_bit_for_bit_the_gradients_of_whole_ones(delay: int
     assert_same(gradients_of(split), gradients_of(whole))
     assert result.unsplit == {f"stage 0 {name}": MICROBATCHES for name in UNSPLIT}
     assert result.whole_backwards == 0
+
+
+SPLIT_SCHEDULES = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v", "interleaved-1f1b", "1f1b")
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    name=st.sampled_from(SPLIT_SCHEDULES),
+    ranks=st.integers(1, 3),
+    microbatches=st.integers(1, 5),
+    delay=st.integers(0, 3),
+)
+def test_every_split_schedule_computes_what_the_serial_run_computes(
+    name: str, ranks: int, microbatches: int, delay: int
+) -> None:
+    chunks = 1 if name in ("zb-h1", "zb-h2", "1f1b") else 2
+    schedule = split_backwards(GENERATORS[name].make(ranks, microbatches, chunks), delay)
+    serial = [Block(stage) for stage in range(schedule.num_stages)]
+
+    def on_rank(comm: Communicator) -> tuple[float, dict[int, dict[str, Any]]]:
+        stages = {stage: Block(stage) for stage in schedule.stages_of(comm.rank)}
+        executor = PipelineExecutor(schedule, stages, comm, loss=squares)
+        loss = float(executor.step(hidden, divisor=2.0).loss_sum)
+        return loss, {number: gradients_of(stage) for number, stage in stages.items()}
+
+    outcomes = LocalWorld(ranks, timeout_s=10.0).run(on_rank)
+    right = float(serial_step(serial, hidden, squares, microbatches, divisor=2.0))
+
+    assert sum(loss for loss, _ in outcomes) == pytest.approx(right, rel=1e-13)
+    for _, stages in outcomes:
+        for number, gradients in stages.items():
+            # Microbatches add up in the serial run's order, so these are bit for bit the same,
+            # but for a V where the loss's stage and the first share a rank and nothing else.
+            assert_same(gradients, gradients_of(serial[number]), tolerance=1e-12)
+
+
+def test_a_forward_of_an_overlapped_pair_runs_before_the_backward_below_it() -> None:
+    whole, paired = Block(), Block()
+    rows = [(Kind.F, 0, 0), (Kind.F_PAIRED, 0, 1), (Kind.I, 0, 0), (Kind.W, 0, 0), (Kind.B, 0, 1)]
+    alone(gpipe(1, 2), whole)
+
+    result = alone(Schedule([np.array(rows, dtype=np.int32)], [0], 2), paired)
+
+    assert_same(gradients_of(paired), gradients_of(whole))
+    assert result.unsplit == {"stage 0 norm": 1, "stage 0 position": 1}
+
+
+class Products(TorchDispatchMode):
+    """Counts the products and what else takes time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "bmm", "tanh", "sum", "native_layer_norm_backward"):
+            self.calls.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class Recomputing(Block):
+    """Keeps its input alone."""
+
+    use_reentrant = False
+
+    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, hidden_BSD, use_reentrant=self.use_reentrant)
+
+
+class RecomputingAnew(Recomputing):
+    """PyTorch's older way, which runs a backward within the backward."""
+
+    use_reentrant = True
+
+    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_BSD.requires_grad_())
+
+
+@pytest.mark.parametrize("make", [Block, Recomputing, RecomputingAnew])
+def test_a_split_backward_computes_nothing_twice(make: Callable[[], nn.Module]) -> None:
+    counts = {}
+    gradients = {}
+    for name, schedule in (("whole", gpipe(1, 2)), ("split", split_backwards(gpipe(1, 2), 1))):
+        stage = make()
+        with Products() as products:
+            result = alone(schedule, stage)
+        counts[name] = sorted(products.calls)
+        gradients[name] = gradients_of(stage)
+        assert result.whole_backwards == 0
+
+    assert counts["split"] == counts["whole"]
+    assert_same(gradients["split"], gradients["whole"])
+
+
+def test_only_inputs_and_gradients_of_products_wait_for_w() -> None:
+    alive: dict[str, weakref.ref[torch.Tensor]] = {}
+    left: dict[str, set[str]] = {}
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+            self.second = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+        def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+            product = self.first(hidden_BSD)
+            input = torch.tanh(product)
+            output = torch.exp(self.second(input))
+            for name, tensor in (("product", product), ("input", input), ("output", output)):
+                alive[name] = weakref.ref(tensor)
+            # Kept by exp, not needed by any product.
+            return output.clone()
+
+    def see(name: str) -> None:
+        gc.collect()
+        left[name] = {key for key, tensor in alive.items() if tensor() is not None}
+
+    stage = Stage()
+    executor = PipelineExecutor(
+        split_backwards(gpipe(1, 1), 0), {0: stage}, SingleCommunicator(), loss=squares
+    )
+    see_at = {"I": "after I", "W": "after W"}
+    perform = Run.perform
+
+    def watch(run: Run, instruction: Any) -> None:
+        perform(run, instruction)
+        if instruction.operation.value in see_at:
+            see(see_at[instruction.operation.value])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "perform", watch)
+        executor.step(hidden, divisor=1.0)
+
+    assert left == {"after I": {"input"}, "after W": set()}
+
+
+@pytest.mark.parametrize("trained", ["weight", "bias", "nothing"])
+def test_frozen_weights_and_biases_stay_without_gradients(trained: str) -> None:
+    def make() -> nn.Module:
+        stage = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH, dtype=torch.float64), Block())
+        for name, parameter in stage[1].named_parameters():
+            nn.init.constant_(parameter, 0.1)
+            parameter.requires_grad_(name == trained)
+        return Named(stage)
+
+    whole, split, _ = whole_and_split(make)
+
+    assert_same(gradients_of(split), gradients_of(whole))
+
+
+class Named(nn.Module):
+    """Takes the input by the name that the tests give it."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        return self.stage(hidden_BSD)
+
+
+def test_a_weight_tied_to_an_embedding_gets_both_gradients() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, WIDTH, dtype=torch.float64)
+            self.head = nn.Linear(WIDTH, 5, bias=False, dtype=torch.float64)
+            nn.init.constant_(self.table.weight, 0.3)
+            self.head.weight = self.table.weight
+
+        def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.table(tokens_BS)))
+
+    def tokens(stage: int, microbatch: int) -> Mapping[str, Any]:
+        return {"tokens_BS": torch.arange(2 + microbatch).view(1, -1)}
+
+    whole, split, result = whole_and_split(Tied, tokens)
+
+    # The embedding's part comes in I and so before those of earlier W: another order of addition.
+    assert_same(gradients_of(split), gradients_of(whole), tolerance=1e-14)
+    assert result.unsplit == {"stage 0 table": MICROBATCHES}
+    assert result.whole_backwards == 0
+
+
+def test_what_has_no_product_runs_whole_and_is_counted() -> None:
+    def make() -> nn.Module:
+        return Named(nn.Sequential(nn.LayerNorm(WIDTH, dtype=torch.float64)))
+
+    whole, split, result = whole_and_split(make)
+
+    assert_same(gradients_of(split), gradients_of(whole))
+    assert result.whole_backwards == MICROBATCHES
+    assert result.unsplit == {"stage 0 stage.0": MICROBATCHES}
+
+
+def test_gradients_of_several_outputs_of_one_product_reach_their_own_rows() -> None:
+    class Chunked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(1, 4, bias=False, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            a, b = self.linear(x).chunk(2, -1)
+            return a, b
+
+    def weighted(output: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return output[0].sum() + (10 * output[1]).sum()
+
+    stage = Chunked()
+    one = torch.ones(1, 1, dtype=torch.float64)
+    executor = PipelineExecutor(
+        split_backwards(gpipe(1, 1), 0), {0: stage}, SingleCommunicator(), loss=weighted
+    )
+    executor.step(lambda *_: {"x": one}, divisor=1.0)
+
+    assert stage.linear.weight.grad is not None
+    assert stage.linear.weight.grad.flatten().tolist() == [1.0, 1.0, 10.0, 10.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_split_backwards_under_autocast_are_bit_for_bit_whole_ones(dtype: torch.dtype) -> None:
+    class Lowered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(
+                nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False)
+            ).to(dtype)
+            for parameter in self.parameters():
+                nn.init.constant_(parameter, 0.3)
+
+        def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.block(hidden_BSD.to(dtype)).to(dtype)
+
+    whole, split, result = whole_and_split(Lowered)
+
+    assert_same(gradients_of(split), gradients_of(whole))
+    assert result.unsplit == {}
+
+
+class OwnProduct(torch.autograd.Function):
+    """A product as a package of its own may write it: it knows nothing of pipelines."""
+
+    weights = (1,)
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.scale = scale
+        return scale * (input @ weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        of_input, _, _ = OwnProduct.input_gradient(ctx, gradient)
+        return of_input, *OwnProduct.weight_gradient(ctx, gradient), None
+
+    @staticmethod
+    def input_gradient(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.scaled = ctx.scale * gradient
+        _, weight = ctx.saved_tensors
+        return ctx.scaled @ weight.t(), None, None
+
+    @staticmethod
+    def weight_gradient(ctx: Any, gradient: torch.Tensor) -> Any:
+        input, *_ = ctx.saved_tensors
+        return (input.flatten(0, 1).t() @ ctx.scaled.flatten(0, 1),)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.3, dtype=torch.float64))
+
+    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        arguments = (hidden_BSD, self.weight, 2.0)
+        tensors = arguments[:2]
+        if has_torch_function(tensors):
+            return handle_torch_function(OwnProduct.apply, tensors, *arguments)
+        return OwnProduct.apply(*arguments)
+
+
+def test_an_operation_joins_by_carrying_both_halves_of_its_backward() -> None:
+    whole, split, result = whole_and_split(Scaled)
+
+    assert isinstance(OwnProduct, SplitOperation)
+    assert_same(gradients_of(split), gradients_of(whole))
+    assert result.unsplit == {}

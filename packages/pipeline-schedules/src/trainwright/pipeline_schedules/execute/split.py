@@ -15,6 +15,8 @@ from trainwright.pipeline_schedules.execute.protocol import Gradients, SplitOper
 from trainwright.pipeline_schedules.execute.weight_gradients import Owed, WeightGradients
 from trainwright.pipeline_schedules.execute.weight_sources import parameter_of
 
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
 
 class SplitProducts(TorchFunctionMode):
     """While active, products with parameters have a backward that owes their weight gradients.
@@ -29,9 +31,9 @@ class SplitProducts(TorchFunctionMode):
 
     def __init__(self, debts: WeightGradients) -> None:
         super().__init__()
-        self._debts = debts
+        self.debts = debts
         # Makes an output of input without gradient need one, so that its backward is run.
-        self._anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True)
 
     def __torch_function__(
         self,
@@ -42,7 +44,7 @@ class SplitProducts(TorchFunctionMode):
     ) -> Any:
         """Run ``func``, split where it can be."""
         kwargs = kwargs or {}
-        if types or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not _PLAIN.issuperset(types):
             return func(*args, **kwargs)
         found = _operation(func, args, kwargs)
         if found is None:
@@ -55,8 +57,8 @@ class SplitProducts(TorchFunctionMode):
         rest = [None if n in operation.weights else value for n, value in enumerate(arguments)]
         if any(_index(value, weights) is not None for value in rest):
             return func(*args, **kwargs)
-        call = Call(operation, arguments, weights, parameters, self._debts)
-        anchor = None if any(map(_needs_grad, rest)) else self._anchor
+        call = Call(operation, arguments, weights, parameters, self)
+        anchor = None if any(map(_needs_grad, rest)) else self.anchor
         return _InputGradient.apply(call, anchor, *rest)  # type: ignore[no-untyped-call]
 
 
@@ -95,8 +97,8 @@ def _needs_grad(value: object) -> bool:
 class Call:
     """One call of an operation: the context that it sees, and what becomes of its gradients.
 
-    Autograd's own context keeps what the operation saves, except for weights: these are kept by
-    reference, so that they may be released, gathered and recomputed around meanwhile.
+    Autograd keeps what the operation saves, except for weights: these are kept by reference, so
+    that they may be released, gathered and recomputed around meanwhile.
     """
 
     def __init__(
@@ -105,42 +107,56 @@ class Call:
         arguments: tuple[Any, ...],
         weights: tuple[Any, ...],
         parameters: tuple[nn.Parameter, ...],
-        debts: WeightGradients,
+        mode: SplitProducts,
     ) -> None:
         self.needs_input_grad = tuple(map(_needs_grad, arguments))
         self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
         self._operation = operation
         self._weights = weights
         self._parameters = parameters
-        self._debts = debts
+        self._mode = mode
         self._versions = _versions(weights)
-        self._by_reference: tuple[int | None, ...] = ()
+        self._by_reference: tuple[int | None, ...] | None = None
+        self._keeper: Any = None
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Keep tensors for the backward, in place of those that were kept before."""
         self.saved_tensors = tensors
+        if self._by_reference is None:
+            self._by_reference = tuple(_index(tensor, self._weights) for tensor in tensors)
+            if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+                # Hooks see it now and not when the forward is over: a recomputation that has all
+                # that it needs then ends before it multiplies.
+                with torch.enable_grad():
+                    kept = self._take_kept()
+                    _Keeper.apply(self, self._mode.anchor, *kept)  # type: ignore[no-untyped-call]
+
+    def keep_in(self, keeper: Any) -> None:
+        """Learn which context of autograd has the tensors, if it is not that of this call."""
+        self._keeper = keeper
 
     def forward(self, rest: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor | None]]:
-        """Compute; gives back the result and what autograd is to keep."""
+        """Compute; gives back the result, and what autograd is to keep."""
         arguments = list(rest)
         for place, weight in zip(self._operation.weights, self._weights, strict=True):
             arguments[place] = weight
         result = self._operation.forward(self, *arguments)
-        saved, self.saved_tensors = self.saved_tensors, ()
-        self._by_reference = tuple(_index(tensor, self._weights) for tensor in saved)
-        kept = zip(saved, self._by_reference, strict=True)
-        return result, [tensor for tensor, place in kept if place is None]
+        if self._by_reference is None:
+            self._by_reference = ()
+        return result, self._take_kept()
 
-    def backward(self, kept: Iterable[torch.Tensor], gradients: tuple[torch.Tensor, ...]) -> Any:
+    def backward(self, ctx: Any, gradients: tuple[torch.Tensor, ...]) -> Any:
         """The gradients of the arguments; those of the weights are owed.
 
         Raises:
             PipelineError: A weight was changed since the forward, or this is no I.
         """
         self._require_same_weights()
-        others = iter(kept)
+        keeper, self._keeper = self._keeper or ctx, None
+        others = iter(keeper.saved_tensors)
         self.saved_tensors = tuple(
-            next(others) if place is None else self._weights[place] for place in self._by_reference
+            next(others) if place is None else self._weights[place]
+            for place in self._by_reference or ()
         )
         of_arguments = self._operation.input_gradient(self, *gradients)
         self.saved_tensors = tuple(
@@ -150,8 +166,13 @@ class Call:
         wanted = tuple(map(_needs_grad, self._weights))
         trained = tuple(w for w, is_wanted in zip(self._weights, wanted, strict=True) if is_wanted)
         self._weights = ()
-        self._debts.add(Owed(self._operation, self, gradients, trained, wanted, self._parameters))
+        owed = Owed(self._operation, self, gradients, trained, wanted, self._parameters)
+        self._mode.debts.add(owed)
         return of_arguments
+
+    def _take_kept(self) -> list[torch.Tensor | None]:
+        saved, self.saved_tensors = self.saved_tensors, ()
+        return [tensor for tensor in saved if _index(tensor, self._weights) is None]
 
     def _require_same_weights(self) -> None:
         if _versions(self._weights) != self._versions:
@@ -175,7 +196,19 @@ class _InputGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
         call: Call = ctx.call
-        return (None, None, *call.backward(ctx.saved_tensors, gradients))
+        return (None, None, *call.backward(ctx, gradients))
+
+
+class _Keeper(torch.autograd.Function):
+    """A node that nobody runs, which keeps tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, anchor: torch.Tensor, *tensors: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        call.keep_in(ctx)
+        return anchor.detach()
 
 
 def _versions(weights: Iterable[Any]) -> list[int]:
