@@ -20,6 +20,7 @@ from trainwright.pipeline_schedules import (
     lower,
     one_f_one_b,
     peak_activations,
+    peak_memory,
     sequential,
     unpaired,
     verify,
@@ -28,6 +29,7 @@ from trainwright.pipeline_schedules import (
     zb_v,
 )
 from trainwright.pipeline_schedules.generators import Generator
+from trainwright.pipeline_schedules.testing import check_generator, most_held
 
 
 def letters(schedule: Schedule, rank: int) -> str:
@@ -157,30 +159,20 @@ def sizes_of(
     return list(itertools.product(range(1, max_ranks + 1), range(1, max_microbatches + 1), chunks))
 
 
-def check(generator: Generator, ranks: int, microbatches: int, chunks: int) -> None:
-    schedule = generator.make(ranks, microbatches, chunks)
-    assert schedule.name == generator.name
-    assert (schedule.num_ranks, schedule.num_stages) == (ranks, ranks * chunks)
-    assert schedule.num_microbatches == microbatches
-    verify(schedule)
-    lowered = lower(schedule)
-    for send in ("rendezvous", "buffered", 1):
-        verify(lowered, send)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("name", sorted(GENERATORS))
 def test_ranks_microbatches_and_chunks_of_any_number_give_a_schedule_that_works(name: str) -> None:
     small = sizes_of(GENERATORS[name], 3, 4, 2)
+    # All of them: python -m tools.bench.pipeline --all
     large = random.Random(name).sample(sizes_of(GENERATORS[name], 16, 33, 4), 4)
     for sizes in [*small, *large]:
-        check(GENERATORS[name], *sizes)
+        check_generator(GENERATORS[name], *sizes)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(GENERATORS))
-def test_every_schedule_up_to_16_ranks_33_microbatches_and_4_chunks_works(name: str) -> None:
-    for sizes in sizes_of(GENERATORS[name], 16, 33, 4):
-        check(GENERATORS[name], *sizes)
+def test_the_bound_on_what_a_rank_holds_is_reached(name: str) -> None:
+    for sizes in sizes_of(GENERATORS[name], 4, 9, 3):
+        peak = peak_memory(GENERATORS[name].make(*sizes)).max()
+        assert peak == most_held(name, *sizes)
 
 
 @pytest.mark.parametrize("stages", range(1, 9))

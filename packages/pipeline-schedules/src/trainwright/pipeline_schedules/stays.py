@@ -59,8 +59,9 @@ def stays_under(schedule: Schedule, plan: WeightPlan) -> list[Stay]:
         if plan.keep is None or plan.keep >= chunks:
             stays += _once(table)
         elif plan.keep == 0:
-            once_a_block = dict.fromkeys(map(tuple, table.tolist()))
-            stays += (Stay(*stage_and_block, ahead=False) for stage_and_block in once_a_block)
+            # A pair that reads one stage twice needs it once.
+            once = dict.fromkeys((stage, begin, end) for stage, begin, end in table.tolist())
+            stays += (Stay(stage, begin, end, ahead=False) for stage, begin, end in once)
         else:
             stays += _within(list(_runs(table)), plan.keep)
     return stays
