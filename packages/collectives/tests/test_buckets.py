@@ -3,14 +3,23 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trainwright.collectives import LocalWorld, Recorded, ReduceOp, SingleCommunicator, UsageError
+from trainwright.collectives import (
+    CollectiveTimeoutError,
+    LocalWorld,
+    Recorded,
+    ReduceOp,
+    SingleCommunicator,
+    UsageError,
+)
 from trainwright.collectives.buckets import GradientBuckets, UnusedParameterError, plan_buckets
+from trainwright.collectives.codec import BlockInt8, compressed_all_reduce
 
 DTYPES = [torch.float32, torch.float16, torch.float64]
 
@@ -121,6 +130,10 @@ def test_gradients_lie_as_their_parameters_do():
         (
             lambda a, b: GradientBuckets([("a", a)], SingleCommunicator(), op=ReduceOp.MAX),
             "averaged or summed",
+        ),
+        (
+            lambda a, b: GradientBuckets([("a", a)], SingleCommunicator(), reduce_dtype=torch.int8),
+            "'a': reduce_dtype=torch.int8 cannot add float32 values",
         ),
         (
             lambda a, b: GradientBuckets([("a", nn.Parameter(a.to("meta")))], SingleCommunicator()),
@@ -313,7 +326,55 @@ def test_a_step_sends_each_gradient_once():
         assert plan.num_bytes == 4 * 3030
 
 
+def test_gradients_may_travel_compressed():
+    class Compressed(SpyCommunicator):
+        def all_reduce(self, tensor, op=ReduceOp.SUM, **options):
+            if not tensor.is_floating_point():
+                return self._comm.all_reduce(tensor, op)
+            return compressed_all_reduce(self._comm, tensor, BlockInt8(8), op)
+
+    def body(comm):
+        model = nn.Linear(9, 5)
+        buckets = GradientBuckets(model, Compressed(comm), bucket_bytes=100)
+        for _ in range(2):
+            model.zero_grad()
+            x = batch(comm.rank, 0, 0).repeat(1, 3)
+            model(x).sum().backward()
+            buckets.finish()
+        return model.weight.grad.clone()
+
+    first, second = LocalWorld(2).run(body)
+
+    assert torch.equal(first, second)
+    exact = sum(batch(rank, 0, 0).repeat(1, 3).sum(0) for rank in range(2)) / 2
+    # Both contributions and their sum are below 8, and off by at most 8 / 254.
+    torch.testing.assert_close(first, exact.expand(5, 9), rtol=0, atol=2 * 8 / 254)
+
+
+def test_a_rank_that_does_not_come_to_finish_is_told_at_the_timeout():
+    def body(comm):
+        p = scalars("a")
+        buckets = GradientBuckets(p.items(), comm)
+        if comm.rank == 0:
+            p["a"].backward()
+            with pytest.raises(CollectiveTimeoutError):
+                buckets.finish(timeout_s=0.1)
+
+    LocalWorld(2).run(body)
+
+
 # ---------------------------------------------------------------- accumulating
+
+
+def test_gradients_that_are_there_already_are_taken_over():
+    p = scalars("a")
+    p["a"].grad = torch.tensor(3.0)
+    buckets = GradientBuckets(p.items(), SingleCommunicator())
+
+    p["a"].backward()
+    buckets.finish()
+
+    assert grads(p) == [4.0]
 
 
 def test_a_parameter_used_only_in_an_earlier_backward_is_averaged_too():
@@ -613,3 +674,26 @@ def test_buckets_live_where_the_communicator_wants_them_and_go_with_the_last_ref
     gc.collect()
 
     assert gone() is None
+
+
+def test_a_new_layout_takes_the_memory_of_one_more_bucket():
+    comm = SpyCommunicator(SingleCommunicator())
+    alive = []
+
+    def empty(shape, *, dtype):
+        memory = np.empty(shape, dtype=np.float32)
+        alive.append(len([1 for other in seen if other() is not None]))
+        seen.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    seen = []
+    comm.empty = empty
+    p = scalars(*"abcdefgh")
+    buckets = GradientBuckets(p.items(), comm, bucket_bytes=4)
+    with buckets.accumulate():
+        sum(q * n for n, q in enumerate(p.values())).backward()
+
+    buckets.rebuild("badcfehg")
+
+    assert alive == [*range(8), *[8] * 8]
+    assert grads(p) == [float(n) for n in range(8)]

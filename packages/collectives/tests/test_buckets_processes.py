@@ -14,7 +14,9 @@ from torch import nn
 from trainwright.collectives import (
     BufferInFlightError,
     LocalWorld,
+    NotAvailableError,
     ReduceOp,
+    SharedMemoryCommunicator,
     TorchCommunicator,
     Watched,
     differentiable,
@@ -152,6 +154,20 @@ def compressed_sums_have_the_bits_of_threads(comm):
     assert torch.equal(add(comm), LocalWorld(comm.size).run(add)[0])
 
 
+def buckets_live_in_shared_memory(comm):
+    try:
+        shared = SharedMemoryCommunicator()
+    except NotAvailableError:
+        return
+    gradients_of_earlier_backwards_and_of_unused_parameters_are_reduced_or_refused(shared)
+    buckets_may_be_rebuilt_while_gradients_accumulate(shared)
+    p = {"a": nn.Parameter(torch.zeros(1000))}
+    buckets = GradientBuckets(p.items(), shared)
+    (p["a"] * (comm.rank + 1)).sum().backward()
+    buckets.finish()
+    assert p["a"].grad.eq(1.5).all()
+
+
 EVERYWHERE = (
     a_gather_delivers_elements_in_the_order_that_is_seen,
     every_operation_reads_and_writes_elements_in_the_order_that_is_seen,
@@ -208,7 +224,12 @@ def gradients_are_those_of_ddp(comm):
             torch.testing.assert_close(mine, other, rtol=0, atol=1e-6)
 
 
-SECTIONS = (*EVERYWHERE, compressed_sums_have_the_bits_of_threads, gradients_are_those_of_ddp)
+SECTIONS = (
+    *EVERYWHERE,
+    buckets_live_in_shared_memory,
+    compressed_sums_have_the_bits_of_threads,
+    gradients_are_those_of_ddp,
+)
 
 
 def run_sections(comm: TorchCommunicator) -> list[str]:

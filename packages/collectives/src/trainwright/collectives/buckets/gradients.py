@@ -91,7 +91,7 @@ class GradientBuckets:
         self._parameters: dict[str, torch.Tensor] = {}
         problem = plan = None
         try:
-            self._parameters = reducible(given, comm, op)
+            self._parameters = reducible(given, comm, op, reduce_dtype)
             plan = plan_buckets(self._parameters.items(), bucket_bytes=bucket_bytes)
         except UsageError as error:
             problem = f"GradientBuckets: {error}"

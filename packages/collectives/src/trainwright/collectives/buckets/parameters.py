@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from trainwright.collectives.checks import resolve_reduce_dtype
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.protocol import Communicator, ReduceOp
 
@@ -60,7 +61,9 @@ def unfrozen(frozen: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     ]
 
 
-def reducible(parameters: Parameters, comm: Communicator, op: ReduceOp) -> dict[str, torch.Tensor]:
+def reducible(
+    parameters: Parameters, comm: Communicator, op: ReduceOp, reduce_dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
     """Return the trained parameters by name, or raise where they cannot be reduced."""
     if op not in (ReduceOp.AVG, ReduceOp.SUM):
         raise UsageError(f"op={op!r}, but gradients are averaged or summed")
@@ -71,6 +74,7 @@ def reducible(parameters: Parameters, comm: Communicator, op: ReduceOp) -> dict[
                 f"parameter {name!r} is on {parameter.device}, the communicator works on "
                 f"{comm.device}; move the module before"
             )
+        resolve_reduce_dtype(f"parameter {name!r}", parameter.dtype, op, reduce_dtype)
     return found
 
 
