@@ -34,9 +34,9 @@ from trainwright.collectives import (
 from trainwright.collectives.shm import (
     NotAvailableError,
     SharedMemoryCommunicator,
-    pieces,
     quick,
     register_backend,
+    transit,
 )
 from trainwright.collectives.testing import (
     COMMUNICATOR_LAWS,
@@ -104,7 +104,8 @@ def tensors_may_live_in_shared_memory_on_some_ranks(comm: SharedMemoryCommunicat
         case = cases[number % len(cases)]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pieces, "_PIECE_BYTES", 1 << 13)
+            patch.setattr(transit, "_MAX_PIECE_BYTES", 1 << 13)
+            patch.setattr(transit, "_GRAIN", 1 << 6)
             patch.setattr(quick, "_MAX_READ_BYTES", 0)
             made = combine_and_gather(comm.split(0), case, residents[comm.rank])
 

@@ -12,15 +12,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from trainwright.collectives.arithmetic import Combiner
 from trainwright.collectives.errors import CollectiveTimeoutError
 from trainwright.collectives.failures import Failure
 from trainwright.collectives.shm.meeting import Peer
 from trainwright.collectives.shm.news import News
 from trainwright.collectives.shm.operation import Operation
 from trainwright.collectives.shm.segment import Arena, Segment
-from trainwright.collectives.shm.sums import Adder
 from trainwright.collectives.shm.system import Fence, Futex, orders_stores
 
 # The places of 64-bit numbers at the start of every segment, on cache lines of their own.
@@ -35,6 +35,8 @@ _NAP_S = 0.002
 _LONG_NAP_S = 0.02
 _HELPER_NAP_S = 5.0
 _MASK = 0xFFFFFFFF
+
+Bells = list[tuple[memoryview, int]]
 
 
 class Domain:
@@ -64,7 +66,7 @@ class Domain:
         self.arena = Arena(self.own, _ARENA_START)
         self.lock = threading.Lock()
         self.fence = Fence()
-        self.adder = Adder()
+        self.combiner = Combiner()
         self.is_ordered = orders_stores()
         self.news = News(self.segments, peers, rank)
         self._futex = Futex()
@@ -72,9 +74,7 @@ class Domain:
         # How often this rank has told the others something: its own progress.
         self._num_told = 0
         self._words = self.own.words
-        self._bells = [
-            (segment.words, segment.base) for segment in segments if segment is not self.own
-        ]
+        self._bells = self.bells_of(range(len(segments)))
         self._may_spin = len(segments) <= len(os.sched_getaffinity(0))
         weakref.finalize(self, _ring, self._futex, self.own.words, self.own.base, _HELP_BELL)
         threading.Thread(
@@ -124,11 +124,20 @@ class Domain:
         """Tell the peers that this rank gives up."""
         self._publish(Failure(self.names[self.rank], cause))
 
-    def ring(self) -> None:
-        """Wake the peers that sleep; the caller holds the lock and has written a flag."""
+    def bells_of(self, ranks: Iterable[int]) -> Bells:
+        """Return what rings for those of some ranks that are not this one."""
+        segments = [self.segments[rank] for rank in ranks if rank != self.rank]
+        return [(segment.words, segment.base) for segment in segments]
+
+    def progress(self) -> None:
+        """Show the flags that this rank has written; the caller holds the lock."""
         self.fence()
         self._num_told += 1
-        for words, base in self._bells:
+
+    def ring(self, bells: Bells | None = None) -> None:
+        """Wake the peers that sleep, all unless told which; the caller holds the lock."""
+        self.progress()
+        for words, base in self._bells if bells is None else bells:
             if words[_NUM_ASLEEP]:
                 _ring(self._futex, words, base, _BELL)
 

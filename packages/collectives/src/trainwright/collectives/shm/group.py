@@ -132,6 +132,14 @@ class ShmBackend:
         self._blocks.append((number, offset, num_bytes))
         return offset
 
+    def release(self, number: int) -> None:
+        """Take back the block of a collective in which nobody reads or writes any more."""
+        for entry in self._blocks:
+            if entry[0] == number:
+                self._blocks.remove(entry)
+                self.domain.arena.give_back(*entry[1:])
+                return
+
     def collect(self) -> None:
         """Reuse the blocks of collectives that all have finished."""
         blocks = self._blocks

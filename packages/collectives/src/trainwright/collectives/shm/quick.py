@@ -16,7 +16,7 @@ import torch
 from trainwright.collectives.calls import Call, Kind
 from trainwright.collectives.protocol import ReduceOp, Work
 from trainwright.collectives.shm.operation import Operation, ShmWork, Steps
-from trainwright.collectives.shm.table import NUM_ROOMS, ROOM_BYTES, encode
+from trainwright.collectives.shm.table import FINISHED, NUM_ROOMS, POSTED, ROOM_BYTES, encode
 from trainwright.collectives.works import DONE
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class _Plan:
             own = self._look(room)
         own.copy_(source)
         self._table.post_small(number, self._code)
-        self._domain.ring()
+        self._table.tell(POSTED, number, number + 1)
 
     def finish(self, output: torch.Tensor, number: int) -> None:
         """Combine or concatenate the contributions of all."""
@@ -152,9 +152,9 @@ class _Plan:
             torch.add(parts[0], parts[1], out=output)
         else:
             assert self._wide is not None
-            self._domain.adder.combine([output], parts, self._op, self._wide)
+            self._domain.combiner.combine([output], parts, self._op, self._wide)
         # Nobody waits for this, but who uses the room again.
-        self._table.finish(number)
+        self._table.say(FINISHED, number, number + 1)
 
     def _look(self, room: int) -> torch.Tensor:
         group = self._group

@@ -16,7 +16,7 @@ from trainwright.collectives.calls import Call, Kind
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.shm import pieces
 from trainwright.collectives.shm.operation import Steps, copy
-from trainwright.collectives.shm.table import OFFSET, encode
+from trainwright.collectives.shm.table import OFFSET, POSTED, encode
 
 if TYPE_CHECKING:
     from trainwright.collectives.shm.group import ShmBackend
@@ -44,7 +44,7 @@ def take_part(group: ShmBackend, call: Call, number: int) -> Steps:
     if call.kind is Kind.ALL_TO_ALL:
         offset = _show_splits(group, call, number, offset)
     table.post(number, encode(call), offset, int(is_direct))
-    group.domain.ring()
+    table.tell(POSTED, number, number + 1)
     while not table.are_posted(number):
         yield
     table.check_agreement(number)
@@ -52,7 +52,6 @@ def take_part(group: ShmBackend, call: Call, number: int) -> Steps:
     if compute is not None:
         compute(group, call, number)
     table.finish(number)
-    group.domain.ring()
     if is_direct:
         while not table.are_finished(number):
             yield
@@ -121,7 +120,7 @@ def _combine(group: ShmBackend, call: Call, number: int) -> None:
     numel = output.numel()
     start = numel * group.rank if call.kind is Kind.REDUCE_SCATTER else 0
     parts = _parts(group, call, number, start, numel)
-    group.domain.adder.combine([output], parts, call.op, call.reduce_dtype)
+    group.domain.combiner.combine([output], parts, call.op, call.reduce_dtype)
 
 
 def _gather(group: ShmBackend, call: Call, number: int) -> None:

@@ -25,7 +25,7 @@ _FLAG_BYTES = NUM_SLOTS * _SLOT_WORDS * 8
 TABLE_BYTES = _FLAG_BYTES + NUM_ROOMS * ROOM_BYTES
 
 # Fields of a slot. STAGED, REDUCED and TAKEN count pieces of large tensors.
-_POSTED = 0
+POSTED = 0
 _CODE = 1
 _SHAPE = 2
 OFFSET = 3
@@ -33,7 +33,7 @@ IS_DIRECT = 4
 STAGED = 5
 REDUCED = 6
 TAKEN = 7
-_FINISHED = 8
+FINISHED = 8
 
 _KINDS = tuple(Kind)
 _OPS = tuple(ReduceOp)
@@ -66,6 +66,7 @@ class Table:
         ]
         self._own, self._place = self._tables[rank]
         self._others = [entry for here, entry in enumerate(self._tables) if here != rank]
+        self._bells = domain.bells_of(ranks)
         self._is_ordered = domain.is_ordered
 
     def is_free(self, number: int) -> bool:
@@ -76,7 +77,7 @@ class Table:
 
     def is_over(self, number: int) -> bool:
         """Whether all, this rank too, have finished a collective."""
-        is_finished = self.read(self._rank, _FINISHED, number) > number
+        is_finished = self.read(self._rank, FINISHED, number) > number
         return is_finished and self.are_finished(number)
 
     def post(self, number: int, code: tuple[int, int], offset: int, direct_pieces: int) -> None:
@@ -89,30 +90,41 @@ class Table:
         own[place + STAGED] = direct_pieces
         own[place + REDUCED] = 0
         own[place + TAKEN] = 0
-        self._write(place + _POSTED, number + 1)
+        self._write(place + POSTED, number + 1)
 
     def post_small(self, number: int, code: tuple[int, int]) -> None:
         """Show that what this rank contributes lies in the room whose turn it is."""
         own = self._own
         place = self._place + (number % NUM_SLOTS) * _SLOT_WORDS
         own[place + _CODE], own[place + _SHAPE] = code
-        self._write(place + _POSTED, number + 1)
+        self._write(place + POSTED, number + 1)
 
     def say(self, field: int, number: int, value: int) -> None:
         """Change one field of this rank's slot."""
         self._write(self._place + (number % NUM_SLOTS) * _SLOT_WORDS + field, value)
 
+    def tell(self, field: int, number: int, value: int) -> None:
+        """Change one field, and wake the others if all of them have come to this value.
+
+        Whoever waits for a value on all the others has come to it itself: before the last one has,
+        nobody can go on, and being woken in vain costs as much as the work.
+        """
+        self.say(field, number, value)
+        self._domain.progress()
+        if self.have(field, number, value):
+            self._domain.ring(self._bells)
+
     def finish(self, number: int) -> None:
         """Say that this rank reads and writes nothing of the others any more."""
-        self.say(_FINISHED, number, number + 1)
+        self.tell(FINISHED, number, number + 1)
 
     def are_posted(self, number: int) -> bool:
         """Whether all the others have started this collective."""
-        return self.have(_POSTED, number, number + 1)
+        return self.have(POSTED, number, number + 1)
 
     def are_finished(self, number: int) -> bool:
         """Whether all the others have finished this collective."""
-        return self.have(_FINISHED, number, number + 1)
+        return self.have(FINISHED, number, number + 1)
 
     def have(self, field: int, number: int, value: int) -> bool:
         """Whether a field has come to a value in the slots of all the others."""
@@ -166,7 +178,7 @@ class Table:
     def missing(self, number: int) -> list[int]:
         """Return the ranks, counted in the domain, that this rank waits for."""
         for field, value in (
-            (_FINISHED, number - NUM_SLOTS + 1), (_POSTED, number + 1), (_FINISHED, number + 1)
+            (FINISHED, number - NUM_SLOTS + 1), (POSTED, number + 1), (FINISHED, number + 1)
         ):  # fmt: skip
             late = [
                 member
