@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tests.layouts import steps_in_layout, steps_in_processes, trajectory
-from tests.serial import GROUPED, Outcome, SerialRun, Snapshot, learning_rate, settings
+from tests.serial import GROUPED, Outcome, SerialRun, Snapshot, learning_rate, settings, text
+from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.config import SCHEDULES, RunConfig
 from trainwright.integration.model import ModelShape
+from trainwright.integration.parts import assemble
 
 STEPS = (0, 1, 5, 20, 50)
 STEP_TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -59,6 +61,12 @@ SAMPLE = [
     ("dp=2", {"microbatches": 4, "schedule": "sequential", "zero": 1}),
     ("tp=8", {"microbatches": 1}),
     ("dp=2,pp=2", {"microbatches": 3, "schedule": "interleaved-1f1b", "chunks": 3, "zero": 1}),
+    (
+        "dp=2,tp=2,pp=2",
+        {"microbatches": 4, "schedule": "zb-v", "zero": 3, "model": "tiny-tied"},
+    ),
+    ("dp=2,pp=3", {"microbatches": 4, "schedule": "zb-h1", "zero": 2, "recompute": "every-2"}),
+    ("tp=2,pp=2", {"microbatches": 3, "schedule": "dualpipe-v", "sequence_parallel": True}),
     ("tp=3,pp=2", {"microbatches": 3, "sequence_parallel": True, "recompute": "every-2"}),
     (
         "dp=2,tp=2,pp=2",
@@ -374,3 +382,27 @@ def assert_same_trajectory(config: RunConfig) -> None:
 
 def _apart(found: Sequence[float], right: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_of_a_split_backward_only_norms_and_embedding_are_not_taken_apart(
+    sequence_parallel: bool,
+) -> None:
+    config = settings(
+        layout="tp=2,pp=2",
+        microbatches=3,
+        schedule="zb-h1",
+        recompute="every-2",
+        sequence_parallel=sequence_parallel,
+    )
+
+    def work(world: Communicator) -> tuple[int, set[str]]:
+        parts = assemble(config, world, text(), GROUPED)
+        batch = parts.feed.next_batch()
+        result = parts.executor.step(batch.inputs, divisor=batch.divisor)
+        return result.whole_backwards, set(result.unsplit)
+
+    for whole, unsplit in LocalWorld(config.mesh.world_size, timeout_s=60.0).run(work):
+        assert whole == 0
+        assert all("norm" in name or "embed_tokens" in name for name in unsplit)
+        assert unsplit
