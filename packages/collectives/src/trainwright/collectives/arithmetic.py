@@ -11,8 +11,8 @@ from trainwright.collectives.protocol import ReduceOp
 # What is combined as one task, where tasks are shared between threads.
 CHUNK = 1 << 16
 
-# An operation costs microseconds whatever its size, so that it pays to take much at once, as long as
-# the last of the caches still has what is read again: the sum when it is copied, or scratch.
+# An operation costs microseconds whatever its size, so that it pays to take much at once; but the
+# last of the caches should still have what is read again: the sum when it is copied, or scratch.
 _PLAIN_BYTES = 1 << 21
 _WIDE_NUMEL = 1 << 18
 

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainwright.collectives.checked import CheckedCommunicator
 from trainwright.collectives.checks import check_color, check_timeout
 from trainwright.collectives.errors import UsageError
+from trainwright.collectives.members import group_timeout_s, resolve_members
 from trainwright.collectives.rendezvous import Store, nest
 from trainwright.collectives.shm.group import ShmBackend, connect
-from trainwright.collectives.torch_communicator import _resolve_group, _timeout_s
 
 _PREFIX = "trainwright.collectives/shm"
 
@@ -54,12 +54,12 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         timeout_s: float | None = None,
     ) -> None:
         check_timeout("SharedMemoryCommunicator", timeout_s)
-        members = _resolve_group(group)
+        members = resolve_members("SharedMemoryCommunicator", group)
         rank = members.ranks.index(dist.get_rank())
         root = nest(members.group.get_group_store(), f"{_PREFIX}/{members.group.group_name}")
         # Every rank makes its n-th communicator of a group together with the others' n-th.
         store = nest(root, str(root.add(f"count/{rank}", 1)))
-        limit_s = timeout_s or _timeout_s(members.group, torch.device("cpu"))
+        limit_s = timeout_s or group_timeout_s(members.group, torch.device("cpu"))
         name = members.group.group_desc
         if name in ("", "undefined"):
             name = members.group.group_name
