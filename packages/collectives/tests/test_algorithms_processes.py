@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._dynamo  # which optimizers need: once, before ranks are forked
 
 from trainwright.collectives import ReduceOp, TorchCommunicator, algorithms
 from trainwright.collectives.algorithms import ParameterServer, ServedParameters, ServerRoles

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # which DDP and optimizers need: once, before ranks are forked
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
