@@ -25,7 +25,7 @@ from trainwright.pipeline_schedules import (
     sequential,
     simulate,
 )
-from trainwright.pipeline_schedules.testing import valid_schedules
+from trainwright.pipeline_schedules.testing import from_text, valid_schedules
 
 SIZES = [(stages, microbatches) for stages in range(1, 9) for microbatches in (1, 2, 3, 7, 12)]
 
@@ -79,6 +79,28 @@ def test_latency_delays_what_crosses_ranks_and_nothing_else() -> None:
     assert run.starts.tolist() == [0, 12, 1.5, 9.5, 4.5, 5.5]
     both = [Action(Kind.F, 0, 0), Action(Kind.F, 1, 0), Action(Kind.B, 1, 0), Action(Kind.B, 0, 0)]
     assert simulate(Schedule([both], [0, 0], 1), Costs(latency=9)).makespan == 6
+
+
+def test_transfers_take_their_bytes_over_the_bandwidth_beside_the_latency() -> None:
+    by_bytes = Costs(latency=0.5, boundary_bytes=(30, 10), bandwidth=(20, 40))
+    assert simulate(gpipe(3, 2), by_bytes) == simulate(gpipe(3, 2), Costs(latency=(2, 0.75)))
+    both = [Action(Kind.F, 0, 0), Action(Kind.F, 1, 0), Action(Kind.B, 1, 0), Action(Kind.B, 0, 0)]
+    alone = simulate(Schedule([both], [0, 0], 1), Costs(boundary_bytes=1e9, bandwidth=1))
+    assert alone.makespan == 6
+    assert simulate(gpipe(1, 2), Costs(boundary_bytes=1e9, bandwidth=1)).makespan == 6
+
+
+def test_a_pair_is_one_block_that_its_two_rows_share() -> None:
+    # The pair waits for 1B0, although its forward could start at 4, and 1F1 waits for its end.
+    text = "0F0 0F_PAIRED1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    schedule = from_text(text, [0, 1], 2)
+    run = simulate(schedule, Costs(2, 1, 2, pair=4))
+    assert run.starts.tolist() == [0, 7, 8.6, 16, 2, 4, 11, 13]
+    assert run.ends.tolist() == [2, 8.6, 11, 19, 4, 7, 13, 16]
+    assert run.busy == (9, 10)
+    assert simulate(schedule, Costs(2, 1, 2)).makespan == 20
+    assert run.peak_activations == (2, 1)
+    assert run.peak_memory(Memory((3, 5))) == (6, 5)
 
 
 def test_split_backwards_let_the_stage_before_go_on_sooner() -> None:
@@ -196,12 +218,23 @@ def test_memory_counts_what_is_held_before_and_after_the_input_gradient() -> Non
         (Costs(input_gradient=float("nan")), "input_gradient must be finite"),
         (Costs(backward=float("inf")), "backward must be finite"),
         (Costs(latency=(1, 2, 3)), "latency must be one number or one for each of 2"),
+        (Costs(pair=(1, 2)), "pair must be one number or one for each of 3 stages"),
+        (Costs(boundary_bytes=1, bandwidth=(1, 0)), "bandwidth must be positive"),
+        (Costs(boundary_bytes=(1,), bandwidth=1), "boundary_bytes must be one number or one"),
         (Costs(0, 0, 0), "some action must cost time"),
     ],
 )
 def test_costs_that_fit_no_schedule_are_refused_by_name(costs: Costs, reason: str) -> None:
     with pytest.raises(ScheduleError, match=reason):
         simulate(gpipe(3, 2), costs)
+
+
+@pytest.mark.parametrize("one", [{"boundary_bytes": 1}, {"bandwidth": 1}])
+def test_bytes_without_a_bandwidth_and_a_bandwidth_without_bytes_are_refused(
+    one: dict[str, float],
+) -> None:
+    with pytest.raises(ScheduleError, match="boundary_bytes and bandwidth are given together"):
+        Costs(**one)
 
 
 def test_a_schedule_that_does_not_work_is_not_simulated() -> None:

@@ -100,6 +100,10 @@ def test_computations_that_wait_for_each_other_in_a_circle_are_a_deadlock() -> N
         ("0F0 0B0 0REDUCE_GRAD\n1F0 1B0", {}, "0REDUCE_GRAD stands 1 times on rank 0"),
         ("0UNSHARD 0F0 0B0\n1F0 1B0", {}, "0UNSHARD on rank 0 .* not marked as lowered"),
         ("0F0 0B0\n1F0 1B0", {"lowered": True}, "0SEND_F0 is missing on rank 0"),
+        ("0F_PAIRED0 0B0\n1F0 1B0", {}, "0F_PAIRED0 on rank 0 overlaps with its own backward"),
+        ("0F_PAIRED0\n1F0 1B0", {"forward_only": True}, "1B0 on rank 1 has no business there"),
+        ("0F_PAIRED0\n1F0", {"forward_only": True}, "0F_PAIRED0 on rank 0 overlaps with nothing"),
+        ("0F_PAIRED0 0F0 0B0\n1F0 1B0", {}, "0F_PAIRED0 and 0F0 on rank 0: it must happen once"),
         ("0F0\n1F0", {"lowered": True, "forward_only": True}, "0SEND_F0 is missing"),
     ],
 )
@@ -143,6 +147,32 @@ def test_a_lowered_schedule_of_one_stage_must_reduce_too() -> None:
         verify(from_text("0F0 0B0", [0], 1, lowered=True))
     with pytest.raises(ScheduleError, match="concerns a whole stage"):
         verify(Schedule([[(F, 0, 0), (B, 0, 0), (Kind.REDUCE, 0, 0)]], [0], 1, lowered=True))
+
+
+def test_a_pair_waits_for_what_either_half_needs_and_gives_it_away_at_its_end() -> None:
+    rank_of_stage = [0, 1, 1, 0]
+    down = "0F0 0F1 3F0 3B0 0F_PAIRED2 0B0 3F1 3B1 0B1 3F2 3B2 0B2"
+    up = "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1 1F2 2F2 2B2 1B2"
+    verify(from_text(f"{down}\n{up}", rank_of_stage, 3))
+    # Alone, the forward could run at once; as half of a pair it waits for a backward that needs it.
+    late = "0F0 0F1 3F0 3B0 0F_PAIRED2 0B0 3F1 3B1 0B1 3F2 3B2 0B2"
+    circle = "1F0 2F0 1F1 2F1 1F2 2F2 2B0 1B0 2B1 1B1 2B2 1B2"
+    with pytest.raises(ScheduleError) as caught:
+        verify(from_text(f"{late}\n{circle}", rank_of_stage, 3))
+    assert str(caught.value) == (
+        "deadlock: rank 0 at 0F_PAIRED2 waits for 1B0 of rank 1; rank 1 at 1F2 waits for "
+        "0F_PAIRED2 of rank 0"
+    )
+    verify(from_text(f"{late.replace('0F_PAIRED2', '0F2')}\n{circle}", rank_of_stage, 3))
+
+
+def test_nothing_comes_between_the_two_halves_of_a_pair() -> None:
+    text = "0UNSHARD 0F0 1F0 0F_PAIRED1 1B0 0B0 0RESHARD 1F1 1B1 0UNSHARD 0B1 0RESHARD"
+    text += " 0REDUCE_GRAD 1REDUCE_GRAD"
+    verify(from_text(text, [0, 0], 2, lowered=True))
+    apart = text.replace("0F_PAIRED1 1B0 0B0 0RESHARD", "0F_PAIRED1 0RESHARD 1B0 0UNSHARD 0B0")
+    with pytest.raises(ScheduleError, match="0F_PAIRED1 on rank 0 overlaps with nothing"):
+        verify(from_text(apart, [0, 0], 2, lowered=True))
 
 
 def test_many_faults_of_one_kind_are_counted() -> None:
