@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainwright.collectives import Communicator, LocalWorld, Work
-from trainwright.pipeline_schedules import one_f_one_b
+from trainwright.pipeline_schedules import interleaved_1f1b, one_f_one_b
 from trainwright.pipeline_schedules.execute import (
     BoundaryError,
     BoundarySpec,
@@ -216,7 +216,7 @@ def test_only_differentiable_tensors_get_a_gradient_message(declared: bool) -> N
 
 
 def test_all_tensors_of_a_tuple_arrive_whole() -> None:
-    sizes = (1, 100_000, 7)
+    sizes = (1, 1_000_000, 7)
 
     def numbered(weight: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(weight.new_full((size,), float(x[0, 0])) for size in sizes)
@@ -384,3 +384,58 @@ def test_the_usual_boundary_needs_one_header_message() -> None:
     ints = encode(Crossing(Form("tuple"), (hidden, hidden, hidden)))
 
     assert missing_ints(ints) == 0
+
+
+class Stamp(torch.autograd.Function):
+    """Hands on a tensor of one number, and back a gradient of another; writes down what comes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, onward: torch.Tensor, back: float, log: list[Any]
+    ) -> torch.Tensor:
+        ctx.shape, ctx.back, ctx.log = hidden.shape, back, log
+        log.append(hidden.tolist())
+        return onward
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.log.append(gradient.tolist())
+        return gradient.new_full(ctx.shape, ctx.back), None, None, None
+
+
+@pytest.mark.parametrize("receive_ahead", [True, False])
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (1, 2, 1)])
+def test_messages_of_both_neighbours_on_one_rank_do_not_cross_over(
+    sizes: tuple[int, int, int], receive_ahead: bool
+) -> None:
+    # Two ranks, four stages: each rank is before and behind the other. Outputs are 1s, 3s and 5s,
+    # gradients 6s, 2s and 4s, all of them between the same two ranks.
+    onward, back = (1.0, 3.0, 5.0, 7.0), (0.0, 6.0, 2.0, 4.0)
+
+    class Stamping(nn.Module):
+        def __init__(self, stage: int) -> None:
+            super().__init__()
+            self.stage = stage
+            self.log: list[Any] = []
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            size = (*sizes, 1)[self.stage]
+            output = torch.full((size,), onward[self.stage], dtype=F64)
+            return Stamp.apply(hidden, output, back[self.stage], self.log)
+
+    def on_rank(comm: Communicator) -> dict[int, list[Any]]:
+        stages = {stage: Stamping(stage) for stage in (comm.rank, comm.rank + 2)}
+        executor = PipelineExecutor(
+            interleaved_1f1b(2, 2, 2), stages, comm, loss=torch.sum, receive_ahead=receive_ahead
+        )
+        x = torch.zeros(1, dtype=F64, requires_grad=True)
+        executor.step(lambda stage, _: {"hidden": x} if stage == 0 else {}, divisor=1.0)
+        return {number: stage.log for number, stage in stages.items()}
+
+    first, second = LocalWorld(2, timeout_s=10.0).run(on_rank)
+
+    logs = {**first, **second}
+    for stage in (1, 2, 3):
+        assert logs[stage].count([onward[stage - 1]] * sizes[stage - 1]) == 2
+    for stage in (0, 1, 2):
+        assert logs[stage].count([back[stage + 1]] * sizes[stage]) == 2

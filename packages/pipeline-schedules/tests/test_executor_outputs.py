@@ -126,8 +126,8 @@ def test_further_losses_are_seeded_like_the_loss_and_summed_by_name_on_their_ran
 
     assert [sorted(losses) for losses in further] == [["balance", "z"]] * 2 + [[], ["balance", "z"]]
     stage = Part(0)
-    outputs = [stage(**inputs(0, microbatch)) for microbatch in range(3)]
-    assert further[0]["z"] == pytest.approx(sum(float(o.detach().sum()) for o in outputs), rel=1e-12)
+    outputs = [stage(**inputs(0, microbatch)).detach() for microbatch in range(3)]
+    assert further[0]["z"] == pytest.approx(sum(float(o.sum()) for o in outputs), rel=1e-12)
 
 
 def test_a_further_loss_that_is_no_sum_is_refused_by_name() -> None:
