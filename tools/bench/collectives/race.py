@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
@@ -14,7 +14,7 @@ from tools.bench.collectives.contestants import Case, Contestants
 from tools.bench.rounds import interleave
 from trainwright.collectives import Communicator
 
-_ROUND_S = 0.05
+_ROUND_S = 0.03
 _MAX_STEPS = 400
 
 
@@ -41,13 +41,21 @@ class Sweep:
         yield from itertools.product(self.operations, self.dtypes, self.sizes)
 
 
-def race(world: Communicator, sweep: Sweep) -> list[dict[str, list[float]]]:
-    """Return for each case the seconds of an operation, by contestant and round.
+Outcomes = list[dict[str, list[float]]]
+"""For each case of a sweep the seconds of an operation, by contestant and round."""
+
+
+def race(world: Communicator, sweeps: Sequence[Sweep]) -> list[Outcomes]:
+    """Run all sweeps over the same connections.
 
     Raises:
         ArithmeticError: contestants do not get the same.
     """
     contestants = Contestants()
+    return [_run(world, contestants, sweep) for sweep in sweeps]
+
+
+def _run(world: Communicator, contestants: Contestants, sweep: Sweep) -> Outcomes:
     outcomes = []
     for operation, dtype, num_bytes in sweep.cases():
         cases = {

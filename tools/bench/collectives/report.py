@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
-from tools.bench.collectives.race import Sweep
+from tools.bench.collectives.race import Outcomes, Sweep
 from tools.bench.rounds import Spread, ratios, slowest_rank
 from tools.bench.table import format_table
 
 SMALL_BYTES = 8
-
-# The smallest geometric mean and the smallest single speed-up, for two ranks and for more.
-TARGETS = {"shm": ((5.0, 3.5), (4.0, 3.0)), "resident": ((10.0, 7.0), (7.0, 5.0))}
-SMALL_TARGET = 10.0
 
 
 @attrs.frozen
@@ -33,29 +28,28 @@ class Row:
 
 @attrs.frozen
 class Report:
-    """The rows of a sweep over some ranks."""
+    """All cases over one number of ranks."""
 
-    sweep: Sweep
+    names: tuple[str, ...]
     ranks: int
     rows: tuple[Row, ...]
 
     @classmethod
-    def of(cls, sweep: Sweep, by_rank: Sequence[Sequence[dict[str, list[float]]]]) -> Report:
-        """Return the report on what the ranks have measured."""
-        rows = []
-        for number, (operation, dtype, num_bytes) in enumerate(sweep.cases()):
-            seconds = {
-                name: slowest_rank([rank[number][name] for rank in by_rank]) for name in sweep.names
-            }
-            reference = seconds[sweep.names[0]]
-            micros = {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
-            speedups = {name: ratios(reference, times) for name, times in seconds.items()}
-            rows.append(Row(operation, dtype, num_bytes, micros, speedups))
-        return cls(sweep, len(by_rank), tuple(rows))
+    def of(cls, sweeps: Sequence[Sweep], by_rank: Sequence[Sequence[Outcomes]]) -> Report:
+        """Return the report on what the ranks have measured, in sweeps of the same contestants."""
+        rows: list[Row] = []
+        for number, sweep in enumerate(sweeps):
+            rows += _rows(sweep, [rank[number] for rank in by_rank])
+        return cls(sweeps[0].names, len(by_rank), tuple(rows))
+
+    def kinds(self) -> list[tuple[str, str]]:
+        """Return operation and dtype of the cases of large tensors."""
+        large = [row for row in self.rows if row.num_bytes > SMALL_BYTES]
+        return list(dict.fromkeys((row.operation, row.dtype) for row in large))
 
     def format(self) -> str:
-        """Return the table of all cases, and below it the targets."""
-        names = self.sweep.names
+        """Return the table of all cases."""
+        names = self.names
         head = ["operation", "dtype", "bytes", *(f"{name} us" for name in names)]
         head += [f"{name} speed-up" for name in names[1:]]
         table = []
@@ -63,35 +57,34 @@ class Report:
             line = [row.operation, row.dtype, _format_bytes(row.num_bytes)]
             line += [f"{row.microseconds[name]:.0f}" for name in names]
             table.append([*line, *(row.speedups[name].format(1) for name in names[1:])])
-        return "\n".join([format_table(head, table), "", *self.verdicts()])
+        return f"{self.ranks} ranks\n{format_table(head, table)}\n"
 
-    def verdicts(self) -> list[str]:
-        """Return one line a target: met, or missed by what."""
-        lines = []
-        for name in self.sweep.names[1:]:
-            if name not in TARGETS:
-                continue
-            mean, least = TARGETS[name][self.ranks > 2]
-            medians = [r.speedups[name].median for r in self.rows if r.num_bytes > SMALL_BYTES]
-            if medians:
-                found = math.exp(statistics.fmean(math.log(median) for median in medians))
-                verdict = "met" if found >= mean and min(medians) >= least else "MISSED"
-                lines.append(
-                    f"{name}: geometric mean {found:.1f} (at least {mean:.1f}), smallest "
-                    f"{min(medians):.1f} (at least {least:.1f}): {verdict}"
-                )
-            small = [r.speedups[name].median for r in self.rows if r.num_bytes == SMALL_BYTES]
-            if small:
-                verdict = "met" if min(small) >= SMALL_TARGET else "MISSED"
-                lines.append(
-                    f"{name}: {SMALL_BYTES} bytes {min(small):.1f} times as fast (at least "
-                    f"{SMALL_TARGET:.0f}): {verdict}"
-                )
-        return lines
+    def speedups(self, name: str, operation: str = "", dtype: str = "") -> list[float]:
+        """Return the medians of one contestant in the cases of large tensors, or some of them."""
+        return [
+            row.speedups[name].median
+            for row in self.rows
+            if row.num_bytes > SMALL_BYTES
+            and operation in ("", row.operation)
+            and dtype in ("", row.dtype)
+        ]
 
     def as_data(self) -> dict[str, Any]:
         """Return everything as plain data."""
-        return {"rows": [attrs.asdict(row) for row in self.rows], "verdicts": self.verdicts()}
+        return {"ranks": self.ranks, "rows": [attrs.asdict(row) for row in self.rows]}
+
+
+def _rows(sweep: Sweep, by_rank: Sequence[Outcomes]) -> list[Row]:
+    rows = []
+    for number, (operation, dtype, num_bytes) in enumerate(sweep.cases()):
+        seconds = {
+            name: slowest_rank([rank[number][name] for rank in by_rank]) for name in sweep.names
+        }
+        reference = seconds[sweep.names[0]]
+        micros = {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
+        speedups = {name: ratios(reference, times) for name, times in seconds.items()}
+        rows.append(Row(operation, dtype, num_bytes, micros, speedups))
+    return rows
 
 
 def _format_bytes(num_bytes: int) -> str:
