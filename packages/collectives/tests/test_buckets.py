@@ -256,20 +256,25 @@ def test_a_bucket_is_under_way_while_the_backward_still_runs():
 
 def test_ranks_whose_gradients_come_in_other_orders_reduce_in_the_order_of_rank_0():
     def body(comm):
-        p = scalars("a", "b", "c", "d")
+        p = {name: parameter((n,)) for n, name in enumerate("abcd", 1)}
         spy = SpyCommunicator(comm)
         buckets = GradientBuckets(p.items(), spy, bucket_bytes=4)
         order = ["c", "a", "d", "b"] if comm.rank == 0 else ["b", "d", "c", "a"]
         for _ in range(2):
-            for number, name in enumerate(order):
-                with buckets.accumulate():
-                    (p[name] * (10 * number + comm.rank)).backward()
+            spy.asked.clear()
+            # What was computed last comes first.
+            terms = [
+                p[name].sum() * (10 * place + comm.rank)
+                for place, name in reversed(list(enumerate(order)))
+            ]
+            sum(terms).backward()
             buckets.finish()
-        return buckets.plan.names, grads(p)
+        return buckets.plan.names, spy.asked, [q.grad.mean().item() for q in p.values()]
 
     results = LocalWorld(2).run(body)
 
-    assert results == [(("c", "a", "d", "b"), [41.0, 31.0, 21.0, 31.0])] * 2
+    names, asked = ("c", "a", "d", "b"), [3, 1, 4, 2, 5]
+    assert results == [(names, asked, [41.0, 31.0, 21.0, 31.0])] * 2
 
 
 def test_later_backwards_follow_the_order_in_which_the_first_ones_gradients_came():
@@ -447,6 +452,17 @@ def test_gradients_may_be_replaced_set_to_none_and_zeroed_at_any_time():
     assert LocalWorld(2).run(body) == [[5.5, 14.0, 4.0, 4.0, 50.0]] * 2
 
 
+def test_several_backwards_may_complete_a_bucket_together():
+    p = scalars("a", "b")
+    buckets = GradientBuckets(p.items(), SingleCommunicator())
+
+    for name in ("a", "a", "b"):
+        p[name].backward()
+    buckets.finish()
+
+    assert grads(p) == [2.0, 1.0]
+
+
 def test_averages_that_are_kept_over_a_finish_go_on():
     def body(comm):
         p = scalars("a")
@@ -489,6 +505,10 @@ def test_a_parameter_that_some_ranks_do_not_use_counts_as_zero_there_or_is_named
     def body(comm, allow_unused):
         p = scalars("a", "b", "c")
         buckets = GradientBuckets(p.items(), comm, bucket_bytes=4, allow_unused=allow_unused)
+        (8 * (p["a"] + p["b"] + p["c"])).backward()
+        buckets.finish()
+        for q in p.values():
+            q.grad = None
         if comm.rank == 0:
             (3 * p["a"] + 3 * p["b"]).backward()
         elif comm.rank == 1:
