@@ -253,6 +253,7 @@ def a_timeout_names_exactly_the_missing(world: SharedMemoryCommunicator) -> None
         world.barrier()
     assert "collective 1, all_reduce(float32[3], SUM), in" in str(late)
     assert "missing: rank 1." in str(late)
+    assert "collectives started by each rank: [2, 1, 2], finished: [1, 1, 1]" in str(late)
 
 
 def a_process_that_is_killed_is_named_at_once(world: SharedMemoryCommunicator) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from trainwright.collectives.arithmetic import Combiner
 from trainwright.collectives.errors import CollectiveTimeoutError
@@ -22,6 +23,9 @@ from trainwright.collectives.shm.news import News
 from trainwright.collectives.shm.operation import Operation
 from trainwright.collectives.shm.segment import Arena, Segment
 from trainwright.collectives.shm.system import Fence, Futex, orders_stores
+
+if TYPE_CHECKING:
+    from trainwright.collectives.shm.table import Table
 
 # The places of 64-bit numbers at the start of every segment, on cache lines of their own.
 _BELL = 0
@@ -69,6 +73,8 @@ class Domain:
         self.combiner = Combiner()
         self.is_ordered = orders_stores()
         self.news = News(self.segments, peers, rank)
+        # By the names of their groups.
+        self.tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
         self._futex = Futex()
         self._active: list[Operation] = []
         # How often this rank has told the others something: its own progress.
@@ -218,6 +224,9 @@ class Domain:
             f"rank {me} gave up on {operation.what} in {operation.group_name!r}; missing: "
             f"{missing}. They have not started it, or called something else before"
         )
+        table = self.tables.get(operation.group_name)
+        if table is not None:
+            cause += f"; {table.describe_progress()}"
         self._publish(Failure(me, cause, is_timeout=True))
         self._hear(operation)
         raise CollectiveTimeoutError(cause)

@@ -68,6 +68,7 @@ class Table:
         self._others = [entry for here, entry in enumerate(self._tables) if here != rank]
         self._bells = domain.bells_of(ranks)
         self._is_ordered = domain.is_ordered
+        domain.tables[name] = self
 
     def is_free(self, number: int) -> bool:
         """Whether all, this rank too, have finished the collective that had the slot before."""
@@ -188,6 +189,15 @@ class Table:
             if late:
                 return late
         return []
+
+    def describe_progress(self) -> str:
+        """Say how many collectives each rank has started and finished."""
+        ranks = range(len(self._ranks))
+        started, finished = (
+            [max(self.read(rank, field, number) for number in range(NUM_SLOTS)) for rank in ranks]
+            for field in (POSTED, FINISHED)
+        )
+        return f"collectives started by each rank: {started}, finished: {finished}"
 
     def _describe(self, number: int) -> str:
         texts = []
