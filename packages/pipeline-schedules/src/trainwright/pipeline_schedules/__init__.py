@@ -27,6 +27,7 @@ from trainwright.pipeline_schedules.memory import Memory, peak_activations, peak
 from trainwright.pipeline_schedules.notation import action_letters
 from trainwright.pipeline_schedules.pairs import unpaired
 from trainwright.pipeline_schedules.schedule import Schedule
+from trainwright.pipeline_schedules.search import Found, search, v_shape
 from trainwright.pipeline_schedules.simulate import Simulation, simulate
 from trainwright.pipeline_schedules.verify import verify
 from trainwright.pipeline_schedules.weight_plan import WeightPlan
@@ -37,6 +38,7 @@ __all__ = [
     "NO_MICROBATCH",
     "Action",
     "Costs",
+    "Found",
     "Generator",
     "Kind",
     "Memory",
@@ -60,11 +62,13 @@ __all__ = [
     "peak_live",
     "peak_memory",
     "read_csv",
+    "search",
     "sequential",
     "simulate",
     "split_layers",
     "to_csv",
     "unpaired",
+    "v_shape",
     "verify",
     "weight_traffic",
     "write_csv",
