@@ -58,7 +58,8 @@ class _Staged:
     def _clip(self, norm: torch.Tensor, max_norm: float) -> None:
         if self._optimizer.defaults.get("fused"):
             # It divides by this while it reads the gradients anyway.
-            self._optimizer.grad_scale = clip_coefficient(norm, max_norm).float().reciprocal()
+            scale = clip_coefficient(norm, max_norm).float().reciprocal()
+            self._optimizer.grad_scale = scale  # type: ignore[attr-defined]
             return
         gradients = [g for piece in self._pieces if (g := piece.parameter.grad) is not None]
         clip_(gradients, norm, max_norm)
