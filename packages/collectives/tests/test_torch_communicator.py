@@ -115,6 +115,16 @@ def strided_views_leave_their_neighbours_alone(comm: TorchCommunicator) -> None:
     comm.all_reduce(column).wait()
     assert base.tolist() == [[10.0, 2.0 * (comm.rank + 1)], [30.0, 4.0 * (comm.rank + 1)]]
 
+    pair = comm.split(comm.rank // 2)
+    assert pair is not None
+    base = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (pair.rank + 1)
+    before = base.clone()
+    pair.reduce(base[:, 0], 0).wait()
+    assert base.tolist() == ([[3, 2], [9, 4]] if pair.rank == 0 else before.tolist())
+    base.copy_(before)
+    pair.broadcast(base[:, 0], 0).wait()
+    assert base.tolist() == ([[1, 2], [3, 4]] if pair.rank == 0 else [[1, 4], [3, 8]])
+
     turned = (torch.arange(10) + 100 * comm.rank).reshape(2, 5).T
     gathered = torch.empty(5 * comm.size, 2, dtype=torch.int64) if comm.rank == 1 else None
     comm.gather(gathered, turned, 1).wait()
