@@ -73,7 +73,7 @@ class Bucket:
             old: Is emptied on the way, so that their buckets' memory goes bit by bit.
         """
         for slot in self._plan.slots:
-            view = self._flat.as_strided(slot.shape, slot.strides, slot.offset)
+            view = self._flat[slot.offset :].as_strided(slot.shape, slot.strides)
             member = self.members[slot.name] = Member(parameters[slot.name], view, number)
             before = old.pop(slot.name, None)
             is_new = before is None or member.parameter.grad is not before.view
