@@ -21,13 +21,14 @@ NAMES = ("bare", "torch", "native")
 NUMEL = 8
 
 Run = Callable[[], object]
-Seconds = dict[str, dict[str, list[float]]]
+Seconds = dict[str, dict[str, list[tuple[float, float]]]]
+"""By operation, contestant and round: of a call on the clock, and of all threads together."""
 
 
-def time_calls(world: Communicator, rounds: int, steps: int) -> Seconds:
-    """Return the seconds of a call by operation, contestant and round."""
+def time_calls(world: Communicator, names: tuple[str, ...], rounds: int, steps: int) -> Seconds:
+    """Return the seconds of calls of the operations ``names``, or of all if there are none."""
     ways = {"bare": _bare(world), "torch": _ours(TorchCommunicator()), "native": _ours(_native())}
-    seconds: Seconds = {name: {way: [] for way in NAMES} for name in ways["bare"]}
+    seconds: Seconds = {name: {way: [] for way in NAMES} for name in names or ways["bare"]}
     for name, times in seconds.items():
         for order in interleave(NAMES, rounds):
             for way in order:
@@ -96,11 +97,12 @@ def _native() -> Communicator:
     return CheckedCommunicator(NativeBackend(group, torch.device("cpu"), ranks, "native", board))
 
 
-def _time(run: Run, steps: int) -> float:
+def _time(run: Run, steps: int) -> tuple[float, float]:
     for _ in range(3):
         run()
     dist.barrier()
-    start = time.perf_counter()
+    start, work = time.perf_counter(), time.process_time()
     for _ in range(steps):
         run()
-    return (time.perf_counter() - start) / steps
+    elapsed, worked = time.perf_counter() - start, time.process_time() - work
+    return elapsed / steps, worked / steps
