@@ -88,6 +88,7 @@ class Run:
         self._flights: dict[Slot, Flight] = {}
         self._gradients: dict[Slot, list[torch.Tensor]] = {}
         self._leaving_gradients: dict[Slot, list[torch.Tensor]] = {}
+        self._replayed: set[Slot] = set()
         self._loss = Losses(seed)
         self._extra: dict[str, Losses] = {}
         self._watch = GradientWatch(parts.debts)
@@ -143,11 +144,13 @@ class Run:
             leaves = enter(crossing, tensors)
             arguments = crossing.form.arguments(leaves)
             skips = crossing.form.skipping(leaves)
-        with self._parts.splitting if slot in self._split else _WHOLE:
-            if slot[0] == self._parts.last_stage:
-                flight = self._forward_to_loss(slot, arguments, skips)
-            else:
-                flight = self._forward_to_boundary(slot, arguments, skips)
+        self._parts.splitting.is_replayed = False
+        if slot[0] == self._parts.last_stage:
+            flight = self._forward_to_loss(slot, arguments, skips)
+        else:
+            flight = self._forward_to_boundary(slot, arguments, skips)
+        if self._parts.splitting.is_replayed:
+            self._replayed.add(slot)
         if self._seed is not None:
             flight.leaves = [leaf for leaf in leaves if leaf.requires_grad]
             self._flights[slot] = flight
@@ -156,7 +159,9 @@ class Run:
         self, slot: Slot, arguments: tuple[Any, ...], skips: Mapping[str, torch.Tensor]
     ) -> Flight:
         stage, microbatch = slot
-        output = self._call(stage, arguments, self._inputs(stage, microbatch), skips)
+        inputs = self._inputs(stage, microbatch)
+        with self._parts.splitting if slot in self._split else _WHOLE:
+            output = self._call(stage, arguments, inputs, skips)
         links = self._parts.links
         behind = skips_behind(stage, links.boundary, skips, output)
         crossing, tensors, flight = leave(output.output, behind, stage, links.boundary)
@@ -173,10 +178,12 @@ class Run:
         stage, microbatch = slot
         assert self._parts.keywords is not None
         for_stage, for_loss = self._parts.keywords.split(self._inputs(stage, microbatch))
-        output = self._call(stage, arguments, for_stage, skips)
+        with self._parts.splitting if slot in self._split else _WHOLE:
+            output = self._call(stage, arguments, for_stage, skips)
+            loss = self._parts.loss(output.output, **for_loss)
         skips_behind(stage, self._parts.links.boundary, skips, output)
         flight = Flight()
-        self._loss.add(self._parts.loss(output.output, **for_loss), "loss", flight)
+        self._loss.add(loss, "loss", flight)
         self._add_extra(output, flight)
         if self._seed is not None:
             self._gradients[slot] = []
@@ -229,9 +236,13 @@ class Run:
 
     def _input_gradient(self, instruction: Instruction) -> None:
         parts, slot = self._parts, _slot(instruction)
-        # The mode is active here too, since recomputed layers run their forward again.
-        with self._watch.watching(slot, parts.stages[slot[0]]):
-            with parts.splitting, parts.debts.collecting(slot):
+        with self._watch.watching(slot, parts.stages[slot[0]]), parts.debts.collecting(slot):
+            if slot not in self._replayed:
+                self._backward(instruction)
+                return
+            self._replayed.remove(slot)
+            # Layers that are recomputed run their forward again, and must make the same graph.
+            with parts.splitting:
                 self._backward(instruction)
 
     def _weight_gradient(self, instruction: Instruction) -> None:

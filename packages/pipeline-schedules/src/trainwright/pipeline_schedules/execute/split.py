@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -23,43 +23,65 @@ class SplitProducts(TorchFunctionMode):
 
     That is `torch.nn.functional.linear`, a product by `torch.matmul`, ``@``, `torch.mm` or
     `torch.addmm` whose right factor is a parameter, and every `SplitOperation`. It has to be active
-    in the forward of a split stage and in its I, where activations are recomputed.
+    in the forward of a split stage and, where it `is_replayed`, in its I.
 
     Args:
         debts: Where weight gradients are owed.
+
+    Attributes:
+        is_replayed: Whether it has seen a product that a backward may run again, because
+            activations are recomputed.
+        anchor: Makes an output of input without gradient need one, so that its backward is run.
     """
 
     def __init__(self, debts: WeightGradients) -> None:
         super().__init__()
         self.debts = debts
-        # Makes an output of input without gradient need one, so that its backward is run.
+        self.is_replayed = False
         self.anchor = torch.zeros((), requires_grad=True)
 
     def __torch_function__(
         self,
         func: Any,
-        types: Iterable[type],
+        types: Collection[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func``, split where it can be."""
-        kwargs = kwargs or {}
-        if not torch.is_grad_enabled() or not _PLAIN.issuperset(types):
-            return func(*args, **kwargs)
+        if func in BUILT_IN or hasattr(getattr(func, "__self__", None), "weight_gradient"):
+            found = self._split(func, types, args, kwargs or {})
+            if found is not None:
+                return _InputGradient.apply(*found)  # type: ignore[no-untyped-call]
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _split(
+        self, func: Any, types: Collection[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any] | None:
+        """A call that is split, anchor and arguments; or None where it is left whole."""
+        if not torch.is_grad_enabled():
+            self.is_replayed = True
+            return None
+        if types and not _PLAIN.issuperset(types):
+            return None
         found = _operation(func, args, kwargs)
         if found is None:
-            return func(*args, **kwargs)
+            return None
         operation, arguments = found
         weights = tuple(arguments[place] for place in operation.weights)
         parameters = _parameters_of(weights)
         if not parameters or torch._C._are_functorch_transforms_active():
-            return func(*args, **kwargs)
-        rest = [None if n in operation.weights else value for n, value in enumerate(arguments)]
-        if any(_index(value, weights) is not None for value in rest):
-            return func(*args, **kwargs)
-        call = Call(operation, arguments, weights, parameters, self)
-        anchor = None if any(map(_needs_grad, rest)) else self.anchor
-        return _InputGradient.apply(call, anchor, *rest)  # type: ignore[no-untyped-call]
+            return None
+        rest = list(arguments)
+        for place in operation.weights:
+            rest[place] = None
+        if any(value is weight for value in rest for weight in weights if value is not None):
+            return None
+        is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        self.is_replayed |= is_hooked
+        needs = tuple(map(_needs_grad, arguments))
+        keeping = self.anchor if is_hooked else None
+        call = Call(operation, weights, parameters, needs, keeping, self.debts)
+        return [call, None if any(map(_needs_grad, rest)) else self.anchor, *rest]
 
 
 def _operation(
@@ -72,10 +94,8 @@ def _operation(
             return known.operation, known.bind(*args, **kwargs)
         except TypeError:
             return None
-    owner = getattr(func, "__self__", None)
-    if kwargs or not isinstance(owner, type) or not hasattr(owner, "weight_gradient"):
-        return None
-    return owner, args
+    owner = func.__self__
+    return (owner, args) if isinstance(owner, type) and not kwargs else None
 
 
 def _parameters_of(weights: Iterable[Any]) -> tuple[nn.Parameter, ...]:
@@ -104,17 +124,19 @@ class Call:
     def __init__(
         self,
         operation: type[SplitOperation],
-        arguments: tuple[Any, ...],
         weights: tuple[Any, ...],
         parameters: tuple[nn.Parameter, ...],
-        mode: SplitProducts,
+        needs_input_grad: tuple[bool, ...],
+        keeping: torch.Tensor | None,
+        debts: WeightGradients,
     ) -> None:
-        self.needs_input_grad = tuple(map(_needs_grad, arguments))
+        self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
         self._operation = operation
         self._weights = weights
         self._parameters = parameters
-        self._mode = mode
+        self._keeping = keeping
+        self._debts = debts
         self._versions = _versions(weights)
         self._by_reference: tuple[int | None, ...] | None = None
         self._keeper: Any = None
@@ -124,12 +146,12 @@ class Call:
         self.saved_tensors = tensors
         if self._by_reference is None:
             self._by_reference = tuple(_index(tensor, self._weights) for tensor in tensors)
-            if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            if self._keeping is not None:
                 # Hooks see it now and not when the forward is over: a recomputation that has all
                 # that it needs then ends before it multiplies.
                 with torch.enable_grad():
                     kept = self._take_kept()
-                    _Keeper.apply(self, self._mode.anchor, *kept)  # type: ignore[no-untyped-call]
+                    _Keeper.apply(self, self._keeping, *kept)  # type: ignore[no-untyped-call]
 
     def keep_in(self, keeper: Any) -> None:
         """Learn which context of autograd has the tensors, if it is not that of this call."""
@@ -159,15 +181,15 @@ class Call:
             for place in self._by_reference or ()
         )
         of_arguments = self._operation.input_gradient(self, *gradients)
-        self.saved_tensors = tuple(
-            None if _index(tensor, self._weights) is not None else tensor
-            for tensor in self.saved_tensors
-        )
-        wanted = tuple(map(_needs_grad, self._weights))
+        if self._by_reference:
+            self.saved_tensors = tuple(
+                None if _index(tensor, self._weights) is not None else tensor
+                for tensor in self.saved_tensors
+            )
+        wanted = tuple(self.needs_input_grad[place] for place in self._operation.weights)
         trained = tuple(w for w, is_wanted in zip(self._weights, wanted, strict=True) if is_wanted)
         self._weights = ()
-        owed = Owed(self._operation, self, gradients, trained, wanted, self._parameters)
-        self._mode.debts.add(owed)
+        self._debts.add(Owed(self._operation, self, gradients, trained, wanted, self._parameters))
         return of_arguments
 
     def _take_kept(self) -> list[torch.Tensor | None]:
@@ -216,6 +238,8 @@ def _versions(weights: Iterable[Any]) -> list[int]:
 
 
 def _index(tensor: object, weights: tuple[Any, ...]) -> int | None:
-    if tensor is None:
-        return None
-    return next((n for n, weight in enumerate(weights) if weight is tensor), None)
+    if tensor is not None:
+        for number, weight in enumerate(weights):
+            if weight is tensor:
+                return number
+    return None
