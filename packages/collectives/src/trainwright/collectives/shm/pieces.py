@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainwright.collectives.calls import Call, Kind
-from trainwright.collectives.shm.operation import Steps, copy
+from trainwright.collectives.shm.operation import Steps
 from trainwright.collectives.shm.table import POSTED, REDUCED, STAGED, TAKEN, encode
 from trainwright.collectives.shm.transit import COMBINED, GATHERED, NUM_SLOTS, Transit, plan
 
@@ -41,8 +41,8 @@ def take_part(group: ShmBackend, call: Call, number: int) -> Steps:
         transit.stage(0)
     table.tell(POSTED, number, number + 1)
     if call.kind is Kind.ALL_GATHER:
-        start, stop = transit.bounds[group.rank]
-        copy(transit.flat[start:stop], transit.shown)
+        for place in range(transit.num if transit.is_direct else 1):
+            transit.keep(place)
     while not table.are_posted(number):
         yield
     table.check_agreement(number)
@@ -76,8 +76,9 @@ def _gather(transit: Transit) -> Steps:
             while not transit.have(TAKEN, num_staged - NUM_SLOTS + 1):
                 yield
             transit.stage(num_staged)
-            num_staged += 1
             transit.group.domain.ring()
+            transit.keep(num_staged)
+            num_staged += 1
         for other in others:
             while not table.has(other, STAGED, transit.number, place + 1):
                 yield

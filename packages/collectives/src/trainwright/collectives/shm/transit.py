@@ -93,6 +93,12 @@ class Transit:
             self.slot(rank, rank, place, part.numel()).copy_(part)
         self.say(STAGED, place + 1)
 
+    def keep(self, place: int) -> None:
+        """Copy what has just been shown of a contribution to its place in the result."""
+        start, stop = self.piece(self.group.rank, place)
+        first = place * self.step
+        copy(self.flat[start:stop], self.shown[first : first + stop - start])
+
     def say(self, field: int, value: int) -> None:
         """Change a field of this rank's slot in the table."""
         self.group.table.say(field, self.number, value)
