@@ -43,8 +43,8 @@ class SharedMemoryCommunicator(CheckedCommunicator):
 
     Communicates:
         All ranks of the group construct together. Of n ranks, K being the bytes of the large
-        tensor, each reads K(n-1)/n in an all-gather and a reduce-scatter, twice that in an
-        all-reduce, and writes as much where its tensor does not live in shared memory.
+        tensor, each reads K(n-1)/n in its peers' memory; in an all-reduce it writes as much there.
+        What does not live in shared memory is copied once more on its way, each way.
     """
 
     def __init__(
