@@ -218,3 +218,22 @@ def test_after_waits_in_vain_backwards_wait_more_and_more_seldom_until_one_succe
         pass
     assert backward(is_late=True)
     assert [backward(is_late=True) for _ in range(3)] == [False, True, False]
+
+
+def test_a_backward_takes_part_in_older_reductions_without_waiting_for_them() -> None:
+    waits: list[float] = []
+    buckets = [LateBucket(waits) for _ in range(4)]
+    for bucket in buckets:
+        bucket.is_lent = False
+    reducer = Reducer(buckets, patience_s=0.5)
+    reducer.begin()
+
+    asked = []
+    for number, bucket in enumerate(buckets):
+        bucket.is_late = number == 1
+        reducer.complete([bucket])
+        asked.append(len(waits))
+
+    # The first once; the second, which is late, at each new one, and none behind it.
+    assert asked == [0, 1, 2, 3]
+    assert set(waits) == {0.0}
