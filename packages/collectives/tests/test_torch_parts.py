@@ -11,8 +11,10 @@ from trainwright.collectives.background import Background
 from trainwright.collectives.call_log import CallLog
 from trainwright.collectives.calls import Call, Kind
 from trainwright.collectives.failures import Failure, FailureBoard
+from trainwright.collectives.gloo_backend import GlooBackend
+from trainwright.collectives.gloo_exit import end_threads
 from trainwright.collectives.gloo_tags import Tags
-from trainwright.collectives.protocol import Send
+from trainwright.collectives.protocol import Recv, Send
 from trainwright.collectives.scratch import Scratch
 
 
@@ -117,6 +119,30 @@ def test_background_steps_run_in_order_until_it_is_stopped() -> None:
     assert done == list(range(50))
     background.stop()
     background.stop()
+
+
+def test_threads_that_wait_for_messages_end_before_the_process_and_blame_nobody() -> None:
+    store, notes = dist.HashStore(), dist.HashStore()
+    made: dict[int, GlooBackend] = {}
+
+    def make(rank: int) -> None:
+        board = FailureBoard(notes, rank)
+        made[rank] = GlooBackend(store, rank, range(2), "pair", 20.0, board)
+
+    peer = threading.Thread(target=make, args=(1,))
+    peer.start()
+    make(0)
+    peer.join()
+    backend = made[0]
+    work = backend.exchange([Recv(torch.empty(1), 1)], None)
+    assert not work.is_done(0.05)
+    watcher = backend.watcher([1])
+
+    end_threads(backend._group, 0, backend._works, backend._background, {(1,): watcher})
+
+    assert watcher.has_ended(0.0)
+    assert backend._group == []
+    assert backend.board.read() is None
 
 
 def test_a_process_group_is_needed() -> None:

@@ -15,14 +15,16 @@ class Background:
     def __init__(self, name: str) -> None:
         self._name = name
         self._steps: queue.SimpleQueue[Step | None] | None = None
+        self._thread: threading.Thread | None = None
 
     def run(self, step: Step) -> None:
         """Run the step after those before it; a step never raises."""
         if self._steps is None:
             self._steps = queue.SimpleQueue()
-            threading.Thread(
+            self._thread = threading.Thread(
                 target=_run_steps, args=(self._steps,), name=self._name, daemon=True
-            ).start()
+            )
+            self._thread.start()
         self._steps.put(step)
 
     def stop(self) -> None:
@@ -30,6 +32,15 @@ class Background:
         if self._steps is not None:
             self._steps.put(None)
             self._steps = None
+
+    def has_ended(self, within_s: float) -> bool:
+        """Return whether the thread is over, or there never was one; `stop` it before."""
+        thread = self._thread
+        # Whoever is collected by the thread itself does not wait for it.
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(within_s)
+        return not thread.is_alive()
 
     def __del__(self) -> None:
         self.stop()

@@ -13,6 +13,7 @@ from trainwright.collectives.call_log import CallLog
 from trainwright.collectives.calls import Call, Kind, describe_tensor, members_by_color
 from trainwright.collectives.errors import CollectiveTimeoutError, UsageError
 from trainwright.collectives.failures import Failure, FailureBoard
+from trainwright.collectives.gloo_exit import end_threads
 from trainwright.collectives.gloo_tags import MAX_TAG, Tags
 from trainwright.collectives.gloo_work import GlooWork, Ticket
 from trainwright.collectives.grad_mode import without_grad
@@ -71,7 +72,8 @@ class GlooBackend:
         self._background = Background(f"{name}, rank {rank}")
         # Gloo's threads must end before the interpreter does.
         self._group: list[Link] = [] if self.size == 1 else [self._connect()]
-        weakref.finalize(self, self._group.clear)
+        threads = (self._background, self._watchers)
+        weakref.finalize(self, end_threads, self._group, rank, self._works, *threads)
         board.watch(self)
         if self.size > 1:
             # Nobody may leave again before all have come.

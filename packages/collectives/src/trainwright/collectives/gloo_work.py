@@ -58,6 +58,7 @@ class GlooWork:
         "_finish",
         "_is_closed",
         "_is_done",
+        "_is_given_up",
         "_is_sent",
         "_late",
         "_scratch",
@@ -81,6 +82,7 @@ class GlooWork:
         self._error: Exception | None = None
         self._is_closed = False
         self._is_done = False
+        self._is_given_up = False
 
     def start(
         self,
@@ -156,6 +158,10 @@ class GlooWork:
             watcher.run(partial(self._keep_watch, self._watch))
         return self._watch.wait(within_s)
 
+    def give_up(self) -> None:
+        """Say nothing about messages that fail from now on: the process is about to end."""
+        self._is_given_up = True
+
     def close(self) -> None:
         """Forget the messages; their connections can go."""
         self._is_closed = True
@@ -202,6 +208,8 @@ class GlooWork:
                     work.wait(timedelta(seconds=left_s))
                 waited += 1
         except RuntimeError as error:
+            if self._is_given_up:
+                raise
             # Whoever keeps a ticket keeps the connection open.
             work = None
             peer = tickets[waited][0] if waited < len(tickets) else -1
