@@ -261,6 +261,36 @@ def test_transposed_tensors_of_any_shape_are_combined_by_value(size, shape, op, 
     run(size, body)
 
 
+class Watched:
+    """A passage that looks whether what is sent is still there when the sending is over."""
+
+    def __init__(self, comm):
+        self.rank, self.size, self.device = comm.rank, comm.size, comm.device
+        self._comm = comm
+
+    def exchange(self, messages):
+        sent = [(m.tensor, m.tensor.clone()) for m in messages if isinstance(m, Send)]
+        work = self._comm.exchange(messages)
+
+        class Watching:
+            def wait(self):
+                work.wait()
+                assert all(torch.equal(now, before) for now, before in sent)
+
+        return Watching()
+
+
+def test_what_is_sent_is_not_combined_with_before_it_has_been_sent():
+    def body(comm):
+        for reduce in (algorithms.direct_all_reduce, algorithms.direct_reduce_scatter):
+            tensor = torch.full((6,), 1.0 + comm.rank)
+            kept = tensor[2 * comm.rank :][:2]
+            reduce(Watched(comm), *([tensor] if "all" in reduce.__name__ else [kept, tensor]))
+            assert set(kept.tolist()) == {6.0}
+
+    run(3, body)
+
+
 # ---------------------------------------------------------------- rounding
 
 
