@@ -19,6 +19,7 @@ from trainwright.pipeline_schedules import (
     ScheduleError,
     WeightPlan,
     WeightTraffic,
+    dualpipe_v,
     forward_only,
     gpipe,
     lower,
@@ -27,6 +28,7 @@ from trainwright.pipeline_schedules import (
     peak_memory,
     sequential,
     to_csv,
+    unpaired,
     verify,
     weight_traffic,
 )
@@ -123,6 +125,16 @@ def test_a_lowered_schedule_follows_its_plan_and_else_does_what_it_did(
     if plan.keep is not None:
         at_once = max(len(block) for blocks in read_blocks(schedule) for block in blocks)
         assert peak_live(lowered).max() <= max(plan.keep, at_once)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, None])
+def test_a_pair_of_two_chunks_has_both_gathered_whatever_the_room(keep: int | None) -> None:
+    schedule, plan = dualpipe_v(2, 5), WeightPlan(keep=keep)
+    lowered = lower(schedule, plan)
+    verify(lowered, weights=plan)
+    assert peak_live(lowered).tolist() == [2, 2]
+    one_at_a_time = lower(unpaired(schedule), plan)
+    assert peak_live(one_at_a_time).max() == (2 if keep is None else max(keep, 1))
 
 
 def fewest_gathers(stages: Sequence[int], most: int) -> int:
