@@ -57,7 +57,7 @@ class SplitProducts(TorchFunctionMode):
     def _split(
         self, func: Any, types: Collection[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any] | None:
-        """A call that is split, anchor and arguments; or None where it is left whole."""
+        """A call that is split, its arguments, and those that get gradients; None: left whole."""
         if not torch.is_grad_enabled():
             self.is_replayed = True
             return None
@@ -67,21 +67,16 @@ class SplitProducts(TorchFunctionMode):
         if found is None:
             return None
         operation, arguments = found
-        weights = tuple(arguments[place] for place in operation.weights)
-        parameters = _parameters_of(weights)
+        needs = tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in arguments)
+        parameters = _parameters_of(operation, arguments, needs)
         if not parameters or torch._C._are_functorch_transforms_active():
-            return None
-        rest = list(arguments)
-        for place in operation.weights:
-            rest[place] = None
-        if any(value is weight for value in rest for weight in weights if value is not None):
             return None
         is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         self.is_replayed |= is_hooked
-        needs = tuple(map(_needs_grad, arguments))
-        keeping = self.anchor if is_hooked else None
-        call = Call(operation, weights, parameters, needs, keeping, self.debts)
-        return [call, None if any(map(_needs_grad, rest)) else self.anchor, *rest]
+        call = Call(operation, arguments, needs, parameters, self.debts)
+        call.keeps_early = self.anchor if is_hooked else None
+        inputs = [arguments[place] for place in call.inputs]
+        return [call, list(arguments), *(inputs or [self.anchor])]
 
 
 def _operation(
@@ -98,20 +93,19 @@ def _operation(
     return (owner, args) if isinstance(owner, type) and not kwargs else None
 
 
-def _parameters_of(weights: Iterable[Any]) -> tuple[nn.Parameter, ...]:
-    """The parameters that weights are made of; none unless that holds for all that are trained."""
+def _parameters_of(
+    operation: type[SplitOperation], arguments: tuple[Any, ...], needs: tuple[bool, ...]
+) -> tuple[nn.Parameter, ...]:
+    """The parameters that trained weights are made of; none unless all are, and are no inputs."""
     found: list[nn.Parameter] = []
-    for weight in weights:
-        if _needs_grad(weight):
+    for place in operation.weights:
+        if needs[place]:
+            weight = arguments[place]
             parameter = parameter_of(weight)
-            if parameter is None:
+            if parameter is None or sum(value is weight for value in arguments) > 1:
                 return ()
             found.append(parameter)
     return tuple(found)
-
-
-def _needs_grad(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 class Call:
@@ -119,25 +113,31 @@ class Call:
 
     Autograd keeps what the operation saves, except for weights: these are kept by reference, so
     that they may be released, gathered and recomputed around meanwhile.
+
+    Attributes:
+        inputs: Which arguments get gradients at once, by their position.
+        keeps_early: What a node that keeps tensors is made of, where they are to be seen as soon as
+            the operation saves them; None where autograd keeps them after the forward.
     """
 
     def __init__(
         self,
         operation: type[SplitOperation],
-        weights: tuple[Any, ...],
-        parameters: tuple[nn.Parameter, ...],
+        arguments: tuple[Any, ...],
         needs_input_grad: tuple[bool, ...],
-        keeping: torch.Tensor | None,
+        parameters: tuple[nn.Parameter, ...],
         debts: WeightGradients,
     ) -> None:
+        places = operation.weights
         self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[torch.Tensor | None, ...] = ()
+        self.inputs = [n for n, need in enumerate(needs_input_grad) if need and n not in places]
+        self.keeps_early: torch.Tensor | None = None
         self._operation = operation
-        self._weights = weights
+        self._weights = tuple(arguments[place] for place in places)
         self._parameters = parameters
-        self._keeping = keeping
         self._debts = debts
-        self._versions = _versions(weights)
+        self._versions = _versions(self._weights)
         self._by_reference: tuple[int | None, ...] | None = None
         self._keeper: Any = None
 
@@ -146,29 +146,26 @@ class Call:
         self.saved_tensors = tensors
         if self._by_reference is None:
             self._by_reference = tuple(_index(tensor, self._weights) for tensor in tensors)
-            if self._keeping is not None:
+            if self.keeps_early is not None:
                 # Hooks see it now and not when the forward is over: a recomputation that has all
                 # that it needs then ends before it multiplies.
                 with torch.enable_grad():
-                    kept = self._take_kept()
-                    _Keeper.apply(self, self._keeping, *kept)  # type: ignore[no-untyped-call]
+                    kept = self._take_kept(self._by_reference)
+                    _Keeper.apply(self, self.keeps_early, *kept)  # type: ignore[no-untyped-call]
 
     def keep_in(self, keeper: Any) -> None:
         """Learn which context of autograd has the tensors, if it is not that of this call."""
         self._keeper = keeper
 
-    def forward(self, rest: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor | None]]:
+    def forward(self, arguments: list[Any]) -> tuple[Any, list[torch.Tensor | None]]:
         """Compute; gives back the result, and what autograd is to keep."""
-        arguments = list(rest)
-        for place, weight in zip(self._operation.weights, self._weights, strict=True):
-            arguments[place] = weight
         result = self._operation.forward(self, *arguments)
         if self._by_reference is None:
             self._by_reference = ()
-        return result, self._take_kept()
+        return result, [] if self._keeper is not None else self._take_kept(self._by_reference)
 
-    def backward(self, ctx: Any, gradients: tuple[torch.Tensor, ...]) -> Any:
-        """The gradients of the arguments; those of the weights are owed.
+    def backward(self, ctx: Any, gradients: tuple[torch.Tensor, ...]) -> Gradients:
+        """The gradients of the inputs; those of the weights are owed.
 
         Raises:
             PipelineError: A weight was changed since the forward, or this is no I.
@@ -190,11 +187,12 @@ class Call:
         trained = tuple(w for w, is_wanted in zip(self._weights, wanted, strict=True) if is_wanted)
         self._weights = ()
         self._debts.add(Owed(self._operation, self, gradients, trained, wanted, self._parameters))
-        return of_arguments
+        return tuple(of_arguments[place] for place in self.inputs) or (None,)
 
-    def _take_kept(self) -> list[torch.Tensor | None]:
+    def _take_kept(self, by_reference: tuple[int | None, ...]) -> list[torch.Tensor | None]:
         saved, self.saved_tensors = self.saved_tensors, ()
-        return [tensor for tensor in saved if _index(tensor, self._weights) is None]
+        pairs = zip(saved, by_reference, strict=True)
+        return [tensor for tensor, place in pairs if place is None]
 
     def _require_same_weights(self) -> None:
         if _versions(self._weights) != self._versions:
@@ -209,8 +207,8 @@ class _InputGradient(torch.autograd.Function):
     """An operation without its weights, as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, _: torch.Tensor | None, *rest: Any) -> Any:
-        result, kept = call.forward(rest)
+    def forward(ctx: Any, call: Call, arguments: list[Any], *inputs: torch.Tensor) -> Any:
+        result, kept = call.forward(arguments)
         ctx.save_for_backward(*kept)
         ctx.call = call
         return result
