@@ -69,7 +69,6 @@ def _gather(transit: Transit) -> Steps:
             start, stop = transit.bounds[other]
             transit.flat[start:stop].copy_(transit.view(other, 0, stop - start))
         return
-    table = transit.group.table
     num_staged = 1
     for place in range(transit.num):
         while is_staging and num_staged < min(transit.num, place + _AHEAD):
@@ -80,7 +79,7 @@ def _gather(transit: Transit) -> Steps:
             transit.keep(num_staged)
             num_staged += 1
         for other in others:
-            while not table.has(other, STAGED, transit.number, place + 1):
+            while not transit.has(other, STAGED, place + 1):
                 yield
             start, stop = transit.piece(other, place)
             first = start - transit.bounds[other][0]

@@ -137,14 +137,6 @@ class Table:
             self._domain.fence()
         return True
 
-    def has(self, rank: int, field: int, number: int, value: int) -> bool:
-        """Whether a field has come to a value in the slot of one rank."""
-        if self.read(rank, field, number) < value:
-            return False
-        if not self._is_ordered:
-            self._domain.fence()
-        return True
-
     def read(self, rank: int, field: int, number: int) -> int:
         """Return a field of the slot of one rank."""
         words, place = self._tables[rank]

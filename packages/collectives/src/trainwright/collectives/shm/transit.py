@@ -107,6 +107,15 @@ class Transit:
         """Wake the others if this rank was the last of all to say so."""
         self.group.table.tell(field, self.number, value)
 
+    def has(self, rank: int, field: int, value: int) -> bool:
+        """Whether a field has come to a value on one of the others."""
+        if self.group.table.read(rank, field, self.number) < value:
+            return False
+        domain = self.group.domain
+        if not domain.is_ordered:
+            domain.fence()
+        return True
+
     def have(self, field: int, value: int) -> bool:
         """Whether a field has come to a value on all the others."""
         return self.group.table.have(field, self.number, value)
