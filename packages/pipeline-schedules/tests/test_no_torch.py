@@ -25,7 +25,14 @@ schedules.verify(schedule)
 sharded = schedules.lower(schedules.gpipe(2, 2), schedules.WeightPlan(keep=0))
 schedules.draw(schedules.simulate(sharded, schedules.Costs(gather=1)))
 schedules.draw(schedules.simulate(schedule))
-schedules.to_csv(schedule)
+schedules.from_csv(schedules.to_csv(schedule))
+schedules.svg(schedule)
+schedules.trace(schedule)
+schedules.search(schedules.v_shape(2), 4, budget=1000)
+
+from trainwright.pipeline_schedules.command import main
+
+assert main(["compare", "--stages", "2", "--microbatches", "3"]) == 0
 schedules.split_layers(4, 3)
 loaded = sorted(name for name, module in sys.modules.items() if module is not None)
 assert not any(name.split(".")[0] == "torch" for name in loaded), loaded

@@ -29,6 +29,8 @@ from trainwright.pipeline_schedules.pairs import unpaired
 from trainwright.pipeline_schedules.schedule import Schedule
 from trainwright.pipeline_schedules.search import Found, search, v_shape
 from trainwright.pipeline_schedules.simulate import Simulation, simulate
+from trainwright.pipeline_schedules.svg import svg
+from trainwright.pipeline_schedules.trace import trace
 from trainwright.pipeline_schedules.verify import verify
 from trainwright.pipeline_schedules.weight_plan import WeightPlan
 from trainwright.pipeline_schedules.weight_traffic import WeightTraffic, peak_live, weight_traffic
@@ -66,7 +68,9 @@ __all__ = [
     "sequential",
     "simulate",
     "split_layers",
+    "svg",
     "to_csv",
+    "trace",
     "unpaired",
     "v_shape",
     "verify",
