@@ -88,7 +88,7 @@ FAULTS_OF_THE_WHOLE = (
     ),
     Fault(
         "the loss of each microbatch is divided by their number once more",
-        f"{EXECUTE}/run.py",
+        f"{EXECUTE}/losses.py",
         "scale / divisor, 0.0)",
         "scale / divisor / 2, 0.0)",
     ),

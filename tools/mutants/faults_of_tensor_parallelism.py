@@ -26,8 +26,8 @@ FAULTS_OF_GRADIENTS = (
     Fault(
         "the layers of a stage are cut over data ranks",
         f"{INTEGRATION}/parts.py",
-        'TensorParallelLayers(mesh.communicator("tp"), sequence),',
-        'TensorParallelLayers(mesh.communicator("dp"), sequence),',
+        'TensorParallelLayers(mesh.communicator("tp"), sequence)',
+        'TensorParallelLayers(mesh.communicator("dp"), sequence)',
         IN_3D,
     ),
     Fault(
