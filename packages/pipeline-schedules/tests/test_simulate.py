@@ -237,6 +237,16 @@ def test_bytes_without_a_bandwidth_and_a_bandwidth_without_bytes_are_refused(
         Costs(**one)
 
 
+def test_a_schedule_whose_ranks_wait_in_a_circle_is_neither_simulated_nor_lowered() -> None:
+    schedule = from_text("0F0 0B0 0F1 0B1\n1F1 1F0 1B0 1B1", [0, 1], 2)
+    for use in (simulate, lower):
+        with pytest.raises(ScheduleError) as caught:
+            use(schedule)  # type: ignore[operator]
+        assert str(caught.value) == (
+            "deadlock: rank 0 at 0B0 waits for 1B0 of rank 1; rank 1 at 1F1 waits for 0F1 of rank 0"
+        )
+
+
 def test_a_schedule_that_does_not_work_is_not_simulated() -> None:
     with pytest.raises(ScheduleError, match="missing"):
         simulate(attrs.evolve(forward_only(2, 2), forward_only=False))

@@ -98,7 +98,7 @@ def check_runs(schedule: Schedule, needed: Sequence[Waits], capacity: int | None
     durations = np.ones(schedule.num_actions)
     outcome = earliest_times(schedule.offsets, durations, needed)
     if isinstance(outcome, Stuck):
-        raise _explain(schedule, needed, outcome, capacity)
+        raise explain(schedule, needed, outcome, capacity)
 
 
 def _room(schedule: Schedule, capacity: int) -> Waits:
@@ -116,10 +116,10 @@ def _room(schedule: Schedule, capacity: int) -> Waits:
     return Waits(needs)
 
 
-def _explain(
+def explain(
     schedule: Schedule, needed: Sequence[Waits], stuck: Stuck, capacity: int | None
 ) -> ScheduleError:
-    """Follow who waits for whom from one stuck rank until a rank comes up again."""
+    """Say who waits for whom in a circle: follow one stuck rank until a rank comes up again."""
     rank = int(np.flatnonzero(stuck.rows >= 0)[0])
     chain: list[int] = []
     sentences: dict[int, str] = {}

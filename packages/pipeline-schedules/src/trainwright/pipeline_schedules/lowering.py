@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 import numpy as np
 from numpy.typing import NDArray
@@ -12,17 +14,18 @@ from trainwright.pipeline_schedules.actions import (
     NO_MICROBATCH,
     Kind,
 )
+from trainwright.pipeline_schedules.deadlock import explain
 from trainwright.pipeline_schedules.dependencies import (
     Stuck,
+    Waits,
     earliest_times,
     rows_of_kinds,
-    waits,
 )
 from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.pairs import as_blocks, begin_together, pair_rows
 from trainwright.pipeline_schedules.schedule import Rows, Schedule
 from trainwright.pipeline_schedules.stays import stays_under
-from trainwright.pipeline_schedules.verify import verify
+from trainwright.pipeline_schedules.verify import check_all_but_running
 from trainwright.pipeline_schedules.weight_plan import WeightPlan
 
 # At one instant messages come first, so that what is ready travels before the next computation,
@@ -64,8 +67,7 @@ def lower(schedule: Schedule, weights: WeightPlan | None = None) -> Schedule:
             "lower the schedule of computations with the plan"
         )
     plan = WeightPlan(stages=()) if weights is None else weights
-    verify(schedule)
-    starts, ends = _expected_times(schedule)
+    starts, ends = _expected_times(schedule, check_all_but_running(schedule))
     ranks = np.repeat(np.arange(schedule.num_ranks), np.diff(schedule.offsets))
     computations = _Events(schedule.packed, ranks, starts, _COMPUTATION)
     events = [computations, *_messages(schedule, ends), *_stays(schedule, plan, starts, ends)]
@@ -93,15 +95,18 @@ class _Events:
     tie: NDArray[np.int64] | None = None
 
 
-def _expected_times(schedule: Schedule) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _expected_times(
+    schedule: Schedule, needed: Sequence[Waits]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     cost_of_kind = np.zeros(max(Kind) + 1)
     for kind, cost in _EXPECTED_COST.items():
         cost_of_kind[kind] = cost
     durations = cost_of_kind[schedule.packed[:, 0]]
     forwards = pair_rows(schedule)
     blocks = as_blocks(durations, forwards, durations[forwards] + durations[forwards + 1])
-    times = earliest_times(schedule.offsets, blocks, waits(schedule))
-    assert not isinstance(times, Stuck), "a verified schedule runs to its end"
+    times = earliest_times(schedule.offsets, blocks, needed)
+    if isinstance(times, Stuck):
+        raise explain(schedule, needed, times, None)
     # So that nothing comes between the two rows of a pair.
     begin_together(times[0], forwards)
     return times

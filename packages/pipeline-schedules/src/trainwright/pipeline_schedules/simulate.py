@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from trainwright.pipeline_schedules.actions import Kind
 from trainwright.pipeline_schedules.conventions import wait_once_a_loop
 from trainwright.pipeline_schedules.costs import UNIT_COSTS, Costs
+from trainwright.pipeline_schedules.deadlock import explain
 from trainwright.pipeline_schedules.dependencies import (
     Stuck,
     Waits,
@@ -25,7 +26,7 @@ from trainwright.pipeline_schedules.memory import Memory, peak_activations, peak
 from trainwright.pipeline_schedules.moves import beside_computation
 from trainwright.pipeline_schedules.pairs import as_blocks, pair_rows, share_blocks
 from trainwright.pipeline_schedules.schedule import Schedule
-from trainwright.pipeline_schedules.verify import verify
+from trainwright.pipeline_schedules.verify import check_all_but_running, verify
 
 Times = NDArray[np.float64]
 """One time for each row of the packed schedule, float64 ``[n]``, read-only."""
@@ -168,7 +169,11 @@ def simulate(
     Raises:
         ScheduleError: The schedule does not verify, costs do not fit it or are all zero.
     """
-    verify(schedule, "buffered")
+    if schedule.lowered or loops_wait_once:
+        verify(schedule, "buffered")
+    else:
+        # Whether it runs to its end shows below.
+        check_all_but_running(schedule)
     computing = only_compute(schedule)
     table = costs.table(schedule.num_stages)
     rows = computing.packed
@@ -206,7 +211,8 @@ def _run(
         durations = np.concatenate([durations, cost_of_moves])
         offsets, needed = lanes.offsets, lanes.waits
     times = earliest_times(offsets, durations, needed)
-    assert not isinstance(times, Stuck), "a verified schedule runs to its end"
+    if isinstance(times, Stuck):
+        raise explain(schedule, needed, times, None)
     starts, ends = times
     if lanes is None:
         return starts, ends, None

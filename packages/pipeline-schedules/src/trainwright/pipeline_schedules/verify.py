@@ -9,7 +9,7 @@ import numpy as np
 
 from trainwright.pipeline_schedules.completeness import check_complete, check_known, check_pairs
 from trainwright.pipeline_schedules.deadlock import check_channels, check_ordered, check_runs
-from trainwright.pipeline_schedules.dependencies import waits
+from trainwright.pipeline_schedules.dependencies import Waits, waits
 from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.memory import UNIT_MEMORY, Memory, peak_memory
 from trainwright.pipeline_schedules.schedule import Schedule
@@ -63,6 +63,24 @@ def verify(
         ScheduleError: It does not work; ``places`` holds the ranks and actions concerned.
     """
     capacity = _capacity(send)
+    check_runs(schedule, check_all_but_running(schedule), capacity)
+    if weights is not None:
+        if not schedule.lowered:
+            raise ScheduleError("only a lowered schedule can follow a weight plan; lower it first")
+        check_plan(schedule, weights)
+    if memory_limit is not None:
+        _check_memory(schedule, memory, memory_limit)
+
+
+def check_all_but_running(schedule: Schedule) -> tuple[Waits, Waits]:
+    """Everything that `verify` proves besides plan and memory, but that the ranks reach the end.
+
+    Returns:
+        What the actions wait for; whoever runs them finds out whether they get stuck.
+
+    Raises:
+        ScheduleError: It does not work.
+    """
     check_known(schedule)
     check_complete(schedule)
     check_pairs(schedule)
@@ -72,13 +90,7 @@ def verify(
         check_channels(schedule)
         check_stays(schedule)
         check_reductions_apart(schedule)
-    check_runs(schedule, needed, capacity)
-    if weights is not None:
-        if not schedule.lowered:
-            raise ScheduleError("only a lowered schedule can follow a weight plan; lower it first")
-        check_plan(schedule, weights)
-    if memory_limit is not None:
-        _check_memory(schedule, memory, memory_limit)
+    return needed
 
 
 def _capacity(send: Sends) -> int | None:
