@@ -1,0 +1,100 @@
+"""Faults of schedules: several stages a rank, and backwards that come in two parts."""
+
+from __future__ import annotations
+
+from tools.mutants.faults import EXECUTE, INTEGRATION, ONE_STEP, TENSOR, Fault
+
+TESTS = "packages/pipeline-schedules/tests"
+ON_A_V = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp2-tp2-pp2")
+IN_LOOPS = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp2-pp2")
+SPLIT = (f"{TESTS}/test_executor_split.py",)
+OWING = (f"{TESTS}/test_executor_owing.py",)
+HALVES = ("packages/sharding/tests/tensor/test_split_products.py",)
+
+FAULTS_OF_SCHEDULES = (
+    Fault(
+        "a rank's stages have each other's layers",
+        f"{INTEGRATION}/parts.py",
+        "build_stage(shape, layers, blocks[number], policy)",
+        "build_stage(shape, layers, blocks[number ^ 2 if number ^ 2 < len(blocks) else number], "
+        "policy)",
+        IN_LOOPS,
+    ),
+    Fault(
+        "the ends of a V have an embedding each",
+        f"{INTEGRATION}/parts.py",
+        "        tie(stages[first], stages[last])\n",
+        "        pass\n",
+        ON_A_V,
+    ),
+    Fault(
+        "an embedding that both ends of a V share is summed over the pipeline too",
+        f"{INTEGRATION}/parts.py",
+        "shares_ends=len(members) == 2)",
+        "shares_ends=False)",
+        ON_A_V,
+    ),
+    Fault(
+        "only the first of a rank's stages reduces its gradients",
+        f"{INTEGRATION}/parts.py",
+        "        reducers=model.parallel,\n",
+        "        reducers=dict(list(model.parallel.items())[:1]),\n",
+        IN_LOOPS,
+    ),
+    Fault(
+        "gradients that stay on a rank go to the stage before in another order",
+        f"{EXECUTE}/run.py",
+        "            self._gradients[stage - 1, microbatch] = passed_on\n",
+        "            self._gradients[stage - 1, microbatch] = [g.flip(0) for g in passed_on]\n",
+        SPLIT,
+    ),
+    Fault(
+        "a bias gets the gradient of the first row alone",
+        f"{EXECUTE}/operations.py",
+        "            of_bias = rows.sum(0)\n",
+        "            of_bias = rows[0].clone()\n",
+        SPLIT,
+    ),
+    Fault(
+        "weight gradients that are never computed pass in silence",
+        f"{EXECUTE}/weight_gradients.py",
+        "        if not self._owed:\n            return\n",
+        "        if True:\n            return\n",
+        OWING,
+    ),
+    Fault(
+        "what one microbatch owes is paid for another",
+        f"{EXECUTE}/weight_gradients.py",
+        "        debts = self._owed.pop(slot, [])\n",
+        "        debts = self._owed.pop(next(iter(self._owed), slot), [])\n",
+        OWING,
+    ),
+    Fault(
+        "uses of one weight are added up in the order of the forward",
+        f"{EXECUTE}/weight_gradients.py",
+        "[_debt(group) for group in reversed(_groups(collected))]",
+        "[_debt(group) for group in _groups(collected)]",
+        SPLIT,
+    ),
+    Fault(
+        "weights that changed between forward and backward are taken as they are",
+        f"{EXECUTE}/split.py",
+        "        if _versions(self._weights) != self._versions:\n",
+        "        if False:\n",
+        OWING,
+    ),
+    Fault(
+        "the input gradient of a product taken apart is not summed",
+        f"{TENSOR}/products.py",
+        "        return start_sum(gradient @ weight, ctx.tp).finish(), None, None, None\n",
+        "        return gradient @ weight, None, None, None\n",
+        HALVES,
+    ),
+    Fault(
+        "products that share a gathered input each gather it for themselves",
+        f"{TENSOR}/products.py",
+        "            part = ctx.regather.take()\n",
+        "            part = ctx.regather.take()\n            ctx.regather._whole = None\n",
+        HALVES,
+    ),
+)
