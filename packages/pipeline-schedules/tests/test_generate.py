@@ -161,9 +161,9 @@ def sizes_of(
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))
 def test_ranks_microbatches_and_chunks_of_any_number_give_a_schedule_that_works(name: str) -> None:
-    small = sizes_of(GENERATORS[name], 3, 4, 2)
+    small = sizes_of(GENERATORS[name], 3, 3, 2)
     # All of them: python -m tools.bench.pipeline --all
-    large = random.Random(name).sample(sizes_of(GENERATORS[name], 16, 33, 4), 4)
+    large = random.Random(name).sample(sizes_of(GENERATORS[name], 16, 33, 4), 2)
     for sizes in [*small, *large]:
         check_generator(GENERATORS[name], *sizes)
 
