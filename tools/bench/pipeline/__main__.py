@@ -63,7 +63,14 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=33)
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--json", action="store_true", help="print one JSON list of the timings")
-    return parser.parse_args(words)
+    chosen = parser.parse_args(words)
+    if not chosen.all and (chosen.only, chosen.ranks, chosen.microbatches, chosen.chunks) != (
+        *(parser.get_default(name) for name in ("only", "ranks", "microbatches", "chunks")),
+    ):
+        parser.error("--only, --ranks, --microbatches and --chunks go with --all")
+    if min(chosen.ranks, chosen.microbatches, chosen.chunks) < 1:
+        parser.error("--ranks, --microbatches and --chunks must be at least 1")
+    return chosen
 
 
 if __name__ == "__main__":
