@@ -32,6 +32,12 @@ def scalars(*names):
     return {name: nn.Parameter(torch.tensor(0.0)) for name in names}
 
 
+def with_wide_gradients():
+    made = parameter((1,), torch.bfloat16)
+    made.grad_dtype = torch.float32
+    return made
+
+
 def grads(parameters):
     return [None if p.grad is None else p.grad.item() for p in parameters.values()]
 
@@ -417,7 +423,7 @@ def test_rebuilding_in_the_middle_of_accumulation_keeps_what_has_been_accumulate
             buckets.finish()
             found.append(grads(p))
             flat = {q.grad.untyped_storage().data_ptr() for q in p.values()}
-            again = {m.view.untyped_storage().data_ptr() for m in buckets._members.values()}
+            again = {m.place.untyped_storage().data_ptr() for m in buckets._members.values()}
             assert flat == again
             for q in p.values():
                 q.grad = None
@@ -446,11 +452,49 @@ def test_gradients_may_be_replaced_set_to_none_and_zeroed_at_any_time():
             if change == "by hand":
                 a.grad = torch.tensor(100.0 * comm.rank)
             buckets.finish()
-            assert a.grad is buckets._members["a"].view
+            assert buckets._members["a"].is_linked
             found.append(a.grad.item())
         return found
 
     assert LocalWorld(2).run(body) == [[5.5, 14.0, 4.0, 4.0, 50.0]] * 2
+
+
+@pytest.mark.parametrize(
+    "take_away",
+    [
+        lambda layer: setattr(layer.weight.grad, "data", layer.weight.grad.data.mul(0)),
+        lambda layer: layer.to(memory_format=torch.channels_last).zero_grad(set_to_none=False),
+    ],
+    ids=["assignment to data", "another memory format"],
+)
+def test_gradients_whose_memory_is_taken_out_of_the_bucket_are_reduced_all_the_same(take_away):
+    def body(comm):
+        layer = nn.Conv2d(2, 1, 2, bias=False)
+        buckets = GradientBuckets(layer, comm)
+        for _ in range(2):
+            layer(torch.full((1, 2, 2, 2), float(comm.rank))).sum().backward()
+            buckets.finish()
+            reduced = layer.weight.grad.unique().tolist()
+            take_away(layer)
+        return reduced
+
+    assert LocalWorld(2).run(body) == [[0.5]] * 2
+
+
+def test_a_gradient_that_is_another_view_of_its_own_memory_is_taken_by_value():
+    turned, conjugate = parameter((3, 3)), parameter(2, torch.complex64)
+    buckets = GradientBuckets([("a", turned), ("b", conjugate)], SingleCommunicator())
+    rows = torch.arange(9.0).view(3, 3)
+    with buckets.accumulate():
+        ((turned * rows).sum() + (conjugate * (3 - 4j)).real.sum()).backward()
+
+    turned.grad = turned.grad.mT
+    conjugate.grad = conjugate.grad.conj()
+    given = conjugate.grad.tolist()
+    buckets.finish()
+
+    assert torch.equal(turned.grad, rows.mT)
+    assert conjugate.grad.tolist() == given
 
 
 def test_several_backwards_may_complete_a_bucket_together():
@@ -580,6 +624,14 @@ def sparse(p, comm, buckets):
     table.sum().backward()
 
 
+def convert(p, comm, buckets):
+    if comm.rank == 1:
+        p["a"].data = torch.zeros(3, dtype=torch.float64)
+    p["a"].sum().backward()
+    p["a"].grad = None
+    p["a"].data = torch.tensor(0.0)
+
+
 def frozen(p, comm, buckets):
     p["a"].backward()
     p["frozen"].requires_grad_(comm.rank == 1)
@@ -589,6 +641,7 @@ def frozen(p, comm, buckets):
     ("mistake", "message"),
     [
         (late, "rank 1: a got a gradient after its bucket had been started"),
+        (convert, r"rank 1: a got a gradient float64\[3\] and has room for float32\[\]"),
         (frozen, "rank 1: frozen was frozen and is trained now"),
     ],
 )
@@ -608,6 +661,18 @@ def test_a_mistake_of_one_rank_raises_on_all_and_leaves_no_gradient(mistake, mes
         return str(caught.value)
 
     assert len(set(LocalWorld(2).run(body))) == 1
+
+
+def test_a_timeout_that_is_none_starts_nothing():
+    p = scalars("a")
+    spy = SpyCommunicator(SingleCommunicator())
+    buckets = GradientBuckets(p.items(), spy)
+    spy.asked.clear()
+
+    with pytest.raises(UsageError, match="finish: timeout_s=0 must be positive"):
+        buckets.finish(timeout_s=0)
+
+    assert spy.asked == []
 
 
 def test_sparse_gradients_are_refused_by_name():
@@ -643,6 +708,30 @@ def test_sparse_gradients_are_refused_by_name():
                 else GradientBuckets([("a", torch.ones(1))], comm)
             ),
             "rank 2 GradientBuckets: no parameter is trained",
+        ),
+        (
+            lambda rank, comm: GradientBuckets(
+                [parameter((1,))] if rank == 2 else nn.Linear(1, 1), comm
+            ),
+            r"rank 2 .*: pass a module or its named_parameters\(\), .* got a Parameter",
+        ),
+        (
+            lambda rank, comm: GradientBuckets([("a", 1 if rank == 2 else parameter(1))], comm),
+            r"rank 2 .*: pass a module or its named_parameters\(\)",
+        ),
+        (
+            lambda rank, comm: GradientBuckets(3 if rank == 2 else nn.Linear(1, 1), comm),
+            r"rank 2 .*: pass a module or its named_parameters\(\), got 3",
+        ),
+        (
+            lambda rank, comm: GradientBuckets(
+                nn.Linear(1, 1), comm, reduce_dtype="float32" if rank == 2 else None
+            ),
+            "rank 2 .*: reduce_dtype must be a torch.dtype or None, got 'float32'",
+        ),
+        (
+            lambda rank, comm: GradientBuckets([("a", with_wide_gradients())], comm),
+            "ranks 0-2 .*'a' is torch.bfloat16 and its grad_dtype torch.float32",
         ),
     ],
 )

@@ -174,8 +174,7 @@ def resolve_reduce_dtype(
     what: str, dtype: torch.dtype, op: ReduceOp, requested: torch.dtype | None
 ) -> torch.dtype:
     """Return the dtype contributions are combined in, or raise where ``op`` has no meaning."""
-    if not isinstance(op, ReduceOp):
-        raise UsageError(f"{what}: op must be a ReduceOp, got {op!r}")
+    _check_kinds(what, op, requested)
     if op.is_logical:
         if requested not in (None, torch.bool):
             raise UsageError(
@@ -216,6 +215,13 @@ def resolve_reduce_dtype(
             "reduce_dtype out, or give an integer dtype"
         )
     return requested or dtype
+
+
+def _check_kinds(what: str, op: object, requested: object) -> None:
+    if not isinstance(op, ReduceOp):
+        raise UsageError(f"{what}: op must be a ReduceOp, got {op!r}")
+    if not (requested is None or isinstance(requested, torch.dtype)):
+        raise UsageError(f"{what}: reduce_dtype must be a torch.dtype or None, got {requested!r}")
 
 
 def _resolve_floating(what: str, dtype: torch.dtype, requested: torch.dtype | None) -> torch.dtype:

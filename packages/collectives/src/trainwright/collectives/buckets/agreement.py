@@ -99,8 +99,8 @@ def raise_unused(comm: Communicator, names: Sequence[str], uses: Sequence[bool])
     ]
     raise UnusedParameterError(
         f"no gradient since the last finish() for {_first(', ', told)}. Use every parameter on "
-        "every rank, freeze what is not used, or pass allow_unused=True; all gradients were "
-        "dropped on every rank",
+        "every rank, freeze what is not used before making GradientBuckets, or pass "
+        "allow_unused=True; all gradients were dropped on every rank",
         list(ranks_of),
     )
 

@@ -16,13 +16,9 @@ from trainwright.collectives.buckets.agreement import (
     raise_unused,
 )
 from trainwright.collectives.buckets.bucket import Bucket, Member
-from trainwright.collectives.buckets.parameters import (
-    Parameters,
-    frozen,
-    reducible,
-    unfrozen,
-)
+from trainwright.collectives.buckets.parameters import Parameters, named, reducible, unfrozen
 from trainwright.collectives.buckets.plan import DEFAULT_BUCKET_BYTES, BucketPlan, plan_buckets
+from trainwright.collectives.checks import check_timeout
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.protocol import Communicator, ReduceOp
 
@@ -86,11 +82,11 @@ class GradientBuckets:
         self._bucket_bytes = bucket_bytes
         self._allow_unused = allow_unused
         self._settings = f"op={op}, reduce_dtype={reduce_dtype}, allow_unused={allow_unused}"
-        given = parameters if isinstance(parameters, torch.nn.Module) else list(parameters)
-        self._frozen = frozen(given)
         self._parameters: dict[str, torch.Tensor] = {}
         problem = plan = None
         try:
+            given = named(parameters)
+            self._frozen = [pair for pair in given if not pair[1].requires_grad]
             self._parameters = reducible(given, comm, op, reduce_dtype)
             plan = plan_buckets(self._parameters.items(), bucket_bytes=bucket_bytes)
         except UsageError as error:
@@ -147,15 +143,16 @@ class GradientBuckets:
         Raises:
             UnusedParameterError: A parameter has got no gradient on some rank, and that is not
                 allowed; on every rank alike, naming parameters and ranks.
-            UsageError: A gradient came after its bucket had been started, was sparse, or a
-                parameter has been unfrozen meanwhile; on every rank alike. After these errors no
-                parameter has a gradient, so that no rank can step.
+            UsageError: A gradient came after its bucket had been started, was sparse or of
+                another shape or dtype than at first, or a parameter has been unfrozen meanwhile;
+                on every rank alike. After these errors no parameter has a gradient.
 
         Communicates:
             An all-reduce of each bucket that has not been started and one of 4 bytes a parameter,
             the result of which the host reads; before an error also an all-gather of names; the
             first time what `rebuild` does.
         """
+        check_timeout("finish", timeout_s)
         uses = self._launch_rest()
         counts = torch.tensor([*uses, len(self._problems)], dtype=torch.int32)
         counts = counts.to(self._comm.device)
@@ -172,7 +169,7 @@ class GradientBuckets:
             raise_unused(self._comm, list(self._parameters), uses)
         for name, count, had_one in zip(self._parameters, used_by, had, strict=True):
             if count or had_one:
-                self._parameters[name].grad = self._members[name].view
+                self._members[name].give()
         if self._came is not None:
             self.rebuild()
             self._came = None
@@ -257,11 +254,10 @@ class GradientBuckets:
                     "before finish() but the last be inside accumulate(), or all",
                 )
             return
-        if gradient is not None and gradient.layout is not torch.strided:
-            self._drop(member, f"{name} got a sparse gradient; use sparse=False")
+        problem = member.link()
+        if problem is not None:
+            self._drop(member, f"{name} {problem}")
         elif gradient is not None:
-            with torch.no_grad():
-                member.link()
             member.is_used = True
             if self._came is not None:
                 self._came[name] = None
@@ -281,7 +277,8 @@ class GradientBuckets:
 
     def _launch_next(self) -> None:
         with torch.no_grad():
-            self._buckets[self._num_launched].launch(self._op, self._reduce_dtype)
+            bucket = self._buckets[self._num_launched]
+            self._problems += bucket.launch(self._op, self._reduce_dtype)
         self._num_launched += 1
 
     def _launch_rest(self) -> list[bool]:

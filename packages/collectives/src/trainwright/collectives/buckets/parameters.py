@@ -15,16 +15,28 @@ Parameters = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
 _SHOWN = 3
 
 
+def named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
+    """Return names and parameters, or raise where something else is given."""
+    if isinstance(parameters, torch.nn.Module):
+        return list(parameters.named_parameters())
+    if not isinstance(parameters, Iterable):
+        raise UsageError(f"pass a module or its named_parameters(), got {parameters!r}")
+    pairs = list(parameters)
+    for pair in pairs:
+        is_pair = isinstance(pair, Sequence) and len(pair) == 2
+        if not is_pair or not (isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
+            raise UsageError(
+                "pass a module or its named_parameters(), pairs of a name and a parameter, got a "
+                f"{type(pair).__name__} among them"
+            )
+    return pairs
+
+
 def trainable(parameters: Parameters) -> dict[str, torch.Tensor]:
     """Return the parameters that are trained, by name, or raise where one cannot be."""
-    pairs: Iterable[tuple[str, torch.Tensor]]
-    if isinstance(parameters, torch.nn.Module):
-        pairs = parameters.named_parameters()
-    else:
-        pairs = parameters
     found: dict[str, torch.Tensor] = {}
     seen: dict[int, str] = {}
-    for name, parameter in pairs:
+    for name, parameter in named(parameters):
         if not parameter.requires_grad:
             continue
         if name in found:
@@ -44,12 +56,6 @@ def trainable(parameters: Parameters) -> dict[str, torch.Tensor]:
     if not found:
         raise UsageError("no parameter is trained: none of those given has requires_grad")
     return found
-
-
-def frozen(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
-    """Return the names and parameters that are not trained."""
-    pairs = parameters.named_parameters() if isinstance(parameters, torch.nn.Module) else parameters
-    return [(name, parameter) for name, parameter in pairs if not parameter.requires_grad]
 
 
 def unfrozen(frozen: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
@@ -75,6 +81,12 @@ def reducible(
                 f"{comm.device}; move the module before"
             )
         resolve_reduce_dtype(f"parameter {name!r}", parameter.dtype, op, reduce_dtype)
+        grad_dtype = parameter.grad_dtype  # None: any
+        if grad_dtype not in (None, parameter.dtype):
+            raise UsageError(
+                f"parameter {name!r} is {parameter.dtype} and its grad_dtype {grad_dtype}; buckets "
+                "hold gradients in the parameter's dtype; reduce_dtype says what is added in"
+            )
     return found
 
 

@@ -118,8 +118,9 @@ def plan_buckets(
         and order.
 
     Raises:
-        UsageError: A parameter is given twice, is not a strided leaf or is not trained anywhere;
-            a name is given twice; ``order`` has other names; a limit is not positive.
+        UsageError: Something else is given; a parameter is given twice, is not a strided leaf or is
+            not trained anywhere; a name is given twice; ``order`` has other names; a limit is not
+            positive.
     """
     trained = trainable(parameters)
     if first_bucket_bytes is None:
