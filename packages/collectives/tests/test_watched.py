@@ -1,11 +1,19 @@
 """Memory that an operation has under way is nobody else's until it has been waited for."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.collectives import LocalWorld, SingleCommunicator
+from trainwright.collectives import (
+    LocalWorld,
+    Recorded,
+    ReduceOp,
+    SingleCommunicator,
+    UsageError,
+)
 from trainwright.collectives.buckets import GradientBuckets
 from trainwright.collectives.buffer_watch import share_memory
 from trainwright.collectives.errors import BufferInFlightError
@@ -116,6 +124,28 @@ def test_a_dropped_work_and_an_open_block_keep_their_memory_and_its_work_gives_i
                 dropped.sum()
 
     LocalWorld(2).run(body)
+
+
+def test_a_block_that_fails_owns_nothing_and_one_that_is_refused_inside_ends_nothing():
+    def body(comm):
+        with Watched(comm) as watched:
+            tensor = torch.ones(1)
+            with contextlib.suppress(ZeroDivisionError), watched.coalesce():
+                watched.all_reduce(tensor)
+                raise ZeroDivisionError
+            with pytest.raises(UsageError, match="different operations"):
+                Recorded(watched, verify=True).all_reduce(
+                    tensor, ReduceOp.MAX if comm.rank else ReduceOp.MIN
+                )
+            tensor += 1
+            with watched.coalesce() as work:
+                with pytest.raises(UsageError), watched.coalesce():
+                    pass
+                watched.all_reduce(tensor)
+            work.wait()
+            return tensor.item()
+
+    assert LocalWorld(2).run(body) == [4.0] * 2
 
 
 def test_gradients_are_reduced_under_watch_and_a_backward_into_a_buffer_raises():

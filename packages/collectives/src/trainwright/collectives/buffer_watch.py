@@ -20,6 +20,7 @@ _READ_NOTHING = frozenset(
     for name in (
         "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
         "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "record_stream",
+        "is_set_to",
     )
 )  # fmt: skip
 

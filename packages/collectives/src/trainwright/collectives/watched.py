@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from trainwright.collectives.buffer_watch import BufferWatch, Owned, OwningWork
+from trainwright.collectives.errors import UsageError
 from trainwright.collectives.flight import find_place
 from trainwright.collectives.placing import PlacingInside
 from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send, Work
@@ -236,13 +237,19 @@ class Watched(PlacingInside):
     def coalesce(self) -> Iterator[Work]:
         """See `Communicator.coalesce`; waiting for its Work gives back all that the block took."""
         numbers: list[int] = []
-        self._numbers = numbers
+        before, self._numbers = self._numbers, numbers
+        is_open = True
         try:
             # When the block ends the communicator starts its operations.
             with self._watch.paused(), self._comm.coalesce() as work, self._watch.paused(False):
                 yield OwningWork(work, self._watch, numbers)
+                is_open = False
+        except BaseException as error:
+            if is_open or isinstance(error, UsageError):
+                self._watch.release(numbers)  # nothing of the block has started
+            raise
         finally:
-            self._numbers = None
+            self._numbers = before
 
     def abort(self, cause: BaseException | str) -> None:
         """See `Communicator.abort`."""
