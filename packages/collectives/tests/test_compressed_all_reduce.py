@@ -150,6 +150,25 @@ def test_an_overflow_on_one_rank_shows_on_all():
     assert LocalWorld(2).run(body) == [[True] * 4 + [False] * 2 + [True] * 6] * 2
 
 
+def test_a_second_round_that_cannot_start_is_not_over():
+    class WithoutGather:
+        def __init__(self, comm):
+            self._comm = comm
+
+        def __getattr__(self, name):
+            return getattr(self._comm, name)
+
+        def all_gather(self, *args, **options):
+            raise UsageError("no gather")
+
+    work = compressed_all_reduce(WithoutGather(SingleCommunicator()), torch.ones(3), BlockInt8())
+
+    for _ in range(2):
+        with pytest.raises(UsageError, match="no gather"):
+            work.wait()
+        assert not work.is_done()
+
+
 def test_works_in_one_order_everywhere_write_strided_tensors_and_leaves_by_value():
     def body(comm):
         base = torch.zeros(5, 2)

@@ -115,9 +115,9 @@ class _TwoRoundWork:
         """Wait for both rounds, and write the result."""
         if self._first is not None:
             self._first.wait(timeout_s)
-            self._first = None
             with torch.no_grad():
                 self._second = self._start_second()
+            self._first = None  # not before: what cannot be started is not over
         if self._second is not None:
             self._second.wait(timeout_s)
             self._second = None
