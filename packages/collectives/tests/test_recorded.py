@@ -375,8 +375,9 @@ def test_nothing_has_moved_where_ranks_differ() -> None:
         lambda comm: comm.all_gather(torch.empty(7), torch.empty(2)),
         lambda comm: comm.barrier(timeout_s=-1.0),
         lambda comm: comm.split("red"),
+        lambda comm: comm.all_gather(torch.empty(6), torch.empty(2), timeout_s=0.0),
     ],
-    ids=["all_gather", "barrier", "split"],
+    ids=["all_gather", "barrier", "split", "timeout"],
 )
 def test_a_mistake_of_one_rank_is_told_by_all(mistake: Callable[[Recorded], object]) -> None:
     def differ(comm: Recorded) -> None:

@@ -63,7 +63,7 @@ class Ledger:
             try:
                 yield started
             except UsageError as error:
-                self._refuse(kind, error, timeout_s)
+                self._refuse(kind, error, None)  # the time may be what is refused
                 raise
             assert started.told is not None
             started.record = self._enter(started.told)
