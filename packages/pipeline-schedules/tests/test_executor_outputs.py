@@ -40,12 +40,14 @@ class Part(nn.Module):
             nn.init.normal_(parameter, generator=generator)
         self.starts = starts
         self.losses = losses
+        self.seen: set[str] = set()
 
     def forward(
         self, hidden: torch.Tensor | None = None, *, x: Any = None, **skips: torch.Tensor
     ) -> Any:
         start = hidden if x is None else x
         assert start is not None
+        self.seen |= set(skips)
         product = torch.tanh(self.linear(start))
         for number, skip in enumerate(skips.values()):
             product = product + (2 + number) * skip
@@ -90,6 +92,9 @@ def run(
         executor = PipelineExecutor(schedule, stages, comm, loss=cubes, **options)
         result = executor.step(inputs, divisor=4.0, loss_scale=8.0)
         further = {name: float(value) for name, value in result.losses.items()}
+        for number, stage in stages.items():
+            # Stages in between are given nothing.
+            assert stage.seen == {skip.name for skip in SKIPS if skip.target == number}
         return further, {number: gradients_of(stage) for number, stage in stages.items()}
 
     outcomes = LocalWorld(schedule.num_ranks, timeout_s=10.0).run(on_rank)

@@ -1,11 +1,15 @@
-"""How much of a step a rank waits: measured, and simulated with the costs that were measured."""
+"""How much of a step a rank waits: measured, and simulated with the costs that were measured.
+
+A computation costs all that its rank does from its start until it waits or computes again, so that
+what the host spends on messages is work and not a bubble; a bubble is waiting.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeVar
 
 import attrs
@@ -15,6 +19,7 @@ import torch.distributed as dist
 from tools.bench.pipeline.contestants import Job, Ours
 from trainwright.collectives import Communicator
 from trainwright.pipeline_schedules import Costs, simulate
+from trainwright.pipeline_schedules.execute import Timed
 
 _KINDS = ("F", "B", "I", "W")
 _PINGS = 50
@@ -27,7 +32,7 @@ class Bubble:
 
     Args:
         schedule: Its name.
-        measured: The median over the steps.
+        measured: By the median step.
         simulated: With ``costs``.
         costs: Seconds of each kind, the mean over stages, and of a transfer.
     """
@@ -50,8 +55,8 @@ def _measure(world: Communicator, job: Job, rounds: int) -> Bubble:
     durations: dict[tuple[str, int], list[float]] = defaultdict(list)
     shares = []
     for _ in range(rounds):
-        for stage in contestant.stages.values():
-            stage.zero_grad()
+        for module in contestant.stages.values():
+            module.zero_grad()
         dist.barrier()
         start = time.perf_counter()
         result = contestant.executor.step(contestant.inputs, divisor=1.0, timed=True)
@@ -59,14 +64,12 @@ def _measure(world: Communicator, job: Job, rounds: int) -> Bubble:
         elapsed = time.perf_counter() - start
         assert result.timeline is not None
         busy = 0.0
-        for timed in result.timeline:
-            if timed.operation in _KINDS:
-                seconds = timed.stop_s - timed.start_s
-                durations[timed.operation, timed.stage].append(seconds)
-                busy += seconds
+        for operation, stage, seconds in _occupations(result.timeline):
+            durations[operation, stage].append(seconds)
+            busy += seconds
         makespan, busiest = _largest(elapsed, busy)
         shares.append(1 - busiest / makespan)
-    costs = _gathered({key: statistics.mean(values) for key, values in durations.items()})
+    costs = _gathered({key: statistics.median(values) for key, values in durations.items()})
     simulated = _simulated(job, costs, latency)
     means = {
         kind: statistics.mean(cost for (name, _), cost in costs.items() if name == kind)
@@ -75,6 +78,19 @@ def _measure(world: Communicator, job: Job, rounds: int) -> Bubble:
     }
     measured = statistics.median(shares)
     return Bubble(job.schedule, measured, simulated, {**means, "transfer": latency})
+
+
+def _occupations(timeline: Sequence[Timed]) -> Iterator[tuple[str, int, float]]:
+    """Each computation, its stage, and the time until the rank waits or computes again."""
+    running: Timed | None = None
+    for timed in timeline:
+        if timed.operation in _KINDS or timed.operation.startswith("wait"):
+            if running is not None:
+                yield running.operation, running.stage, timed.start_s - running.start_s
+            running = timed if timed.operation in _KINDS else None
+    if running is not None:
+        # What the rank does last is not followed by anything; the step may end with waiting sends.
+        yield running.operation, running.stage, running.stop_s - running.start_s
 
 
 def _simulated(job: Job, costs: dict[tuple[str, int], float], latency: float) -> float:
