@@ -176,6 +176,14 @@ def test_backwards_stay_whole_where_that_is_cheaper() -> None:
     assert found.value < search(range(3), 6).value
 
 
+def test_memory_in_fractions_that_sums_round_up_is_used_to_the_last() -> None:
+    memory = Memory(0.1, 0.0366)
+    found = search(range(3), 9, memory=memory, memory_limit=0.3, objective="span")
+    verify(found.schedule, memory=memory, memory_limit=0.3)
+    whole = search(range(3), 9, memory=Memory(1, 0.366), memory_limit=3, objective="span")
+    assert found.value == whole.value
+
+
 def test_the_same_search_finds_the_same_schedule() -> None:
     costs = Costs([1.0, 1.2, 0.9, 1.1], 1.1, [0.8, 0.7, 0.9, 0.6], latency=0.1)
     one, two = (search(range(4), 9, costs, memory_limit=5.5, budget=60_000) for _ in range(2))
