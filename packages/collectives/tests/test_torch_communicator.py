@@ -14,15 +14,20 @@ import torch.distributed as dist
 
 from trainwright.collectives import (
     CollectiveTimeoutError,
+    Communicator,
     LocalWorld,
     PeerFailedError,
     ReduceOp,
     TorchCommunicator,
     UsageError,
+    Work,
 )
 from trainwright.collectives.checked import CheckedCommunicator
 from trainwright.collectives.failures import FailureBoard
+from trainwright.collectives.gloo_backend import GlooBackend
+from trainwright.collectives.gloo_watch import CallWatch
 from trainwright.collectives.native_backend import NativeBackend
+from trainwright.collectives.objects import all_gather_object
 from trainwright.collectives.rendezvous import nest
 from trainwright.collectives.testing import (
     COMMUNICATOR_LAWS,
@@ -259,6 +264,88 @@ def different_calls_never_meet(world: TorchCommunicator) -> None:
     assert any(f"all_reduce(float32[{len(tensor)}], SUM)" in note for note in error.__notes__)
 
 
+def watched_pair_of(number: int, world: TorchCommunicator) -> CheckedCommunicator:
+    """Make a communicator whose ranks compare their calls much sooner than by default."""
+    store = nest(dist.group.WORLD.get_group_store(), f"watched{number}")
+    board = FailureBoard(store, world.rank)
+    watch = CallWatch(board, patience_s=0.3, period_s=0.1)
+    return CheckedCommunicator(GlooBackend(store, world.rank, range(4), "some", 20.0, board, watch))
+
+
+def gather_to_all(comm: Communicator) -> Work:
+    return comm.all_gather(torch.empty(4 * comm.size, 2), torch.ones(4, 2))
+
+
+def add_up(comm: Communicator, shape: int = 8, dtype: torch.dtype = torch.float32) -> Work:
+    return comm.all_reduce(torch.ones(shape, dtype=dtype))
+
+
+def several(*works: Work) -> None:
+    for work in works:
+        work.wait()
+
+
+def calls_that_differ_are_told_by_all_within_seconds(world: TorchCommunicator) -> None:
+    def differ_in_a_part(comm: Communicator) -> None:
+        part = comm.split(0 if comm.rank else 1)
+        add_up(part, 3 if comm.rank == 2 else 4).wait() if comm.rank else comm.barrier()
+
+    # What rank 3 does, what the others do, and what all must tell.
+    cases = [
+        (
+            lambda comm: gather_to_all(comm).wait(),
+            lambda comm: comm.barrier(),
+            ["collective 0 of 'some'", "rank 3 called all_gather(float32[4, 2])", "barrier()"],
+        ),
+        (
+            lambda comm: add_up(comm, 9).wait(),
+            lambda comm: add_up(comm).wait(),
+            ["rank 3 called all_reduce(float32[9], SUM)", "called all_reduce(float32[8], SUM)"],
+        ),
+        (
+            # Large enough for two rounds.
+            lambda comm: add_up(comm, 99_999, torch.float64).wait(),
+            lambda comm: add_up(comm, 99_999).wait(),
+            ["rank 3 called all_reduce(float64[99999]", "called all_reduce(float32[99999], SUM)"],
+        ),
+        (
+            # All that rank 3 has called before finds something to meet.
+            lambda comm: (several(gather_to_all(comm), add_up(comm)), comm.barrier()),
+            lambda comm: several(add_up(comm), add_up(comm), gather_to_all(comm)),
+            ["collective 2 of", "rank 3 called barrier()", "all_gather(float32[4, 2])"],
+        ),
+        (differ_in_a_part, differ_in_a_part, ["collective 0 of 'some/0.0'", "rank 2 called"]),
+    ]
+    for number, (on_three, on_others, expected) in enumerate(cases):
+        comm = watched_pair_of(number, world)
+        call = on_three if comm.rank == 3 else on_others
+        error, seconds = failing(lambda comm=comm, call=call: call(comm), UsageError)
+        assert seconds < 5.0
+        assert all(part in str(error) for part in expected), error
+        told = all_gather_object(world, str(error))
+        assert len(set(told)) == 1
+        failing(comm.barrier, UsageError)
+
+
+def calls_alike_are_never_refused_however_late(world: TorchCommunicator) -> None:
+    comm = watched_pair_of(-1, world)
+    part = comm.split(comm.rank % 2)
+    assert part is not None
+    works = [add_up(comm), gather_to_all(comm)]
+    if comm.rank == 0:
+        time.sleep(0.8)
+    # Some are stuck in another group than others, and nobody has waited for the works.
+    add_up(part, 100_000).wait()
+    if comm.rank == 1:
+        time.sleep(0.8)
+    rows = [comm.rank] * 4
+    outputs = torch.empty(sum(range(4)))
+    works.append(comm.all_to_all(outputs, torch.ones(sum(rows)), list(range(4)), rows))
+    several(*works)
+    comm.barrier()
+    assert comm._backend.board.read() is None
+
+
 def parts_of_different_sizes_never_meet(world: TorchCommunicator) -> None:
     # Gloo itself would end the process that gets more than it expects.
     comm = TorchCommunicator()
@@ -316,6 +403,8 @@ SECTIONS = (
     a_rank_that_gives_up_wakes_the_others,
     a_timeout_names_exactly_the_missing,
     different_calls_never_meet,
+    calls_that_differ_are_told_by_all_within_seconds,
+    calls_alike_are_never_refused_however_late,
     parts_of_different_sizes_never_meet,
     a_failure_in_a_part_reaches_the_whole,
     a_failure_reaches_those_in_the_second_round,

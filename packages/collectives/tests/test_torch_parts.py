@@ -13,6 +13,7 @@ from trainwright.collectives.calls import Call, Kind
 from trainwright.collectives.failures import Failure, FailureBoard
 from trainwright.collectives.gloo_backend import GlooBackend
 from trainwright.collectives.gloo_exit import end_threads
+from trainwright.collectives.gloo_questions import Note, Questions
 from trainwright.collectives.gloo_tags import Tags
 from trainwright.collectives.protocol import Recv, Send
 from trainwright.collectives.scratch import Scratch
@@ -138,11 +139,60 @@ def test_threads_that_wait_for_messages_end_before_the_process_and_blame_nobody(
     assert not work.is_done(0.05)
     watcher = backend.watcher([1])
 
-    end_threads(backend._group, 0, backend._works, backend._background, {(1,): watcher})
+    end_threads(backend._group, 0, backend.works, backend._background, {(1,): watcher})
 
     assert watcher.has_ended(0.0)
     assert backend._group == []
     assert backend.board.read() is None
+
+
+def test_calls_are_compared_by_number_and_each_is_told_once() -> None:
+    store = dist.HashStore()
+    early, late = Questions(store, 0), Questions(store, 1)
+    called = {5: "all_reduce()", 6: "gather()"}
+
+    assert early.ask(5, "all_reduce()") is None
+    assert early.ask(6, "scatter()") is None
+    assert early.ask(6, "scatter()") is None
+
+    # What has not been called yet is compared later, what is forgotten never.
+    assert late.answer({}.get, 5) is None
+    assert late.answer({5: called[5]}.get, 6) is None
+    assert late.answer(called.get, 7) == (Note(6, 0, "scatter()"), Note(6, 1, "gather()"))
+    assert late.answer(called.get, 7) is None
+    assert late.ask(5, "broadcast()") == (Note(5, 0, "all_reduce()"), Note(5, 1, "broadcast()"))
+    assert Questions(store, 2).answer({}.get, 7) is None
+
+
+def test_old_notes_make_room_for_new_ones() -> None:
+    store = dist.HashStore()
+    early, late = Questions(store, 0), Questions(store, 1)
+
+    for number in range(1500):
+        early.ask(number, f"call {number}")
+
+    assert early.answer(lambda number: None, 0) is None
+    assert len(early._open) == 1024
+    assert late.ask(400, "barrier()") is None
+    assert late.ask(1400, "call 1400") is None
+    assert late.ask(1400 + 1024, "call 2424") is None
+    assert late.answer(lambda number: "other", 1500) == (
+        Note(477, 0, "call 477"),
+        Note(477, 1, "other"),
+    )
+
+
+def test_a_rank_remembers_what_it_has_called() -> None:
+    log = CallLog(0)
+    tensor = torch.ones(3)
+    for kind in (Kind.ALL_TO_ALL, Kind.ALL_REDUCE):
+        call = Call(kind, tensor, tensor, (3,), torch.float32)
+        log.start(call)
+        log.finish(call)
+
+    assert log.recall(0) == "all_to_all(float32[3])"
+    assert log.recall(1) == "all_reduce(float32[3])"
+    assert log.recall(2) is None
 
 
 def test_a_process_group_is_needed() -> None:

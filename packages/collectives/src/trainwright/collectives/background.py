@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 Step = Callable[[], None]
+_T = TypeVar("_T")
+
+
+class Bystander(threading.Thread):
+    """A thread that ends with the process and never does what another one might wait for."""
+
+    def __init__(self, target: Callable[..., None], args: tuple[object, ...], name: str) -> None:
+        super().__init__(target=target, args=args, name=name, daemon=True)
 
 
 class Background:
@@ -44,6 +53,15 @@ class Background:
 
     def __del__(self) -> None:
         self.stop()
+
+
+def all_of(members: Iterable[_T]) -> list[_T]:
+    """Return the members of a weak set that other threads change meanwhile."""
+    while True:
+        try:
+            return list(members)
+        except RuntimeError:
+            continue
 
 
 def _run_steps(steps: queue.SimpleQueue[Step | None]) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import torch
+
 from trainwright.collectives.calls import Call, Kind
+from trainwright.collectives.protocol import ReduceOp
 
 # How many finished collectives are searched for a sign of a peer.
 _NUM_KEPT = 256
@@ -13,8 +16,17 @@ _NUM_KEPT = 256
 _FROM_ROOT = (Kind.BROADCAST, Kind.SCATTER)
 _TO_ROOT = (Kind.REDUCE, Kind.GATHER)
 
-# Number, kind and root of a collective.
-_Entry = tuple[int, Kind, int | None]
+# Of a collective its number, whether peers were heard in it, and all that is alike on every rank.
+_Entry = tuple[
+    int,
+    bool,
+    Kind,
+    tuple[int, ...],
+    torch.dtype | None,
+    ReduceOp | None,
+    torch.dtype | None,
+    int | None,
+]
 
 
 class CallLog:
@@ -24,18 +36,18 @@ class CallLog:
         rank: this rank in the group.
     """
 
-    __slots__ = ("_entries", "_num_finished", "_num_started", "_rank")
+    __slots__ = ("_entries", "_num_finished", "_rank", "num_started")
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._num_started = 0
+        self.num_started = 0
         self._num_finished = 0
         self._entries: deque[_Entry] = deque(maxlen=_NUM_KEPT)
 
     def start(self, call: Call) -> None:
         """Number a collective."""
-        call.number = self._num_started
-        self._num_started += 1
+        call.number = self.num_started
+        self.num_started += 1
 
     def finish(self, call: Call) -> None:
         """Keep that all messages of a collective have come."""
@@ -44,15 +56,27 @@ class CallLog:
         self._num_finished = max(self._num_finished, number + 1)
         tensor = call.output if call.input is None else call.input
         # Without elements, and perhaps without rows, nothing comes from a peer.
-        if call.kind is not Kind.ALL_TO_ALL and (tensor is None or tensor.numel()):
-            self._entries.append((number, call.kind, call.root))
+        kind = call.kind
+        is_heard = kind is not Kind.ALL_TO_ALL and (tensor is None or tensor.numel() > 0)
+        shape, dtype, op = call.shape, call.dtype, call.op
+        entry = (number, is_heard, kind, shape, dtype, op, call.reduce_dtype, call.root)
+        self._entries.append(entry)
+
+    def recall(self, number: int) -> str | None:
+        """Describe one of the last collectives that this rank has finished; None for others."""
+        for entry in list(self._entries):
+            if entry[0] == number:
+                _, _, kind, shape, dtype, op, reduce_dtype, root = entry
+                return Call(kind, None, None, shape, dtype, op, reduce_dtype, root).describe()
+        return None
 
     def last_heard(self, peer: int) -> int | None:
         """Return the last collective in which a message of a peer has come, as far as known."""
         heard = [
             number
-            for number, kind, root in self._entries
-            if (kind not in _FROM_ROOT or peer == root)
+            for number, is_heard, kind, *_, root in list(self._entries)
+            if is_heard
+            and (kind not in _FROM_ROOT or peer == root)
             and (kind not in _TO_ROOT or self._rank == root)
         ]
         return max(heard, default=None)
@@ -65,7 +89,7 @@ class CallLog:
             names: what all ranks of the group are called.
         """
         parts = [
-            f"rank {names[self._rank]} has started {self._num_started} collectives of this group "
+            f"rank {names[self._rank]} has started {self.num_started} collectives of this group "
             f"and finished {self._num_finished}"
         ]
         for peer in peers:

@@ -64,7 +64,12 @@ class Call:
         )
 
     def __str__(self) -> str:
-        """Name the operation the way a user would have written it."""
+        """Name the operation the way a user would have written it, with its number."""
+        called = self.describe()
+        return called if self.number is None else f"collective {self.number}, {called},"
+
+    def describe(self) -> str:
+        """Name all that must be alike on every rank."""
         parts = []
         if self.dtype is not None:
             parts.append(f"{describe_dtype(self.dtype)}{list(self.shape)}")
@@ -74,8 +79,7 @@ class Call:
             parts.append(f"reduce_dtype={describe_dtype(self.reduce_dtype)}")
         if self.root is not None:
             parts.append(f"root={self.root}")
-        called = f"{self.kind.value}({', '.join(parts)})"
-        return called if self.number is None else f"collective {self.number}, {called},"
+        return f"{self.kind.value}({', '.join(parts)})"
 
 
 class Backend(Protocol):

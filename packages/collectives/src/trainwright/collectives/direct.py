@@ -159,6 +159,7 @@ _COMBINERS: dict[Kind, Callable[[Call, int, int, Scratch], Plan]] = {
 
 _MOVERS: dict[Kind, Callable[[Call, int, int], Plan]] = {
     Kind.ALL_GATHER: _plan_all_gather,
+    Kind.SPLIT: _plan_all_gather,
     Kind.ALL_TO_ALL: _plan_all_to_all,
     Kind.BROADCAST: _plan_broadcast,
     Kind.SCATTER: _plan_scatter,

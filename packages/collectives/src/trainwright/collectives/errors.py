@@ -6,7 +6,10 @@ class CollectiveError(RuntimeError):
 
 
 class UsageError(CollectiveError, ValueError):
-    """The caller asked for something the contract does not allow; raised before any transfer."""
+    """The caller asked for something the contract does not allow.
+
+    It is raised before any transfer, unless only a standstill shows that the calls of ranks differ.
+    """
 
 
 class BufferInFlightError(UsageError):

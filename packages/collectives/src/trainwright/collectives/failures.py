@@ -11,7 +11,13 @@ from typing import Protocol
 
 import attrs
 
-from trainwright.collectives.errors import CollectiveTimeoutError, PeerFailedError
+from trainwright.collectives.background import all_of
+from trainwright.collectives.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    PeerFailedError,
+    UsageError,
+)
 from trainwright.collectives.rendezvous import Store
 
 _KEY = "failure"
@@ -27,9 +33,12 @@ class Failure:
     rank: int
     cause: str
     is_timeout: bool = False
+    is_disagreement: bool = False
 
-    def error(self) -> CollectiveTimeoutError | PeerFailedError:
+    def error(self) -> CollectiveError:
         """Return the exception that tells of it."""
+        if self.is_disagreement:
+            return UsageError(self.cause)
         if self.is_timeout:
             return CollectiveTimeoutError(self.cause)
         return PeerFailedError(self.rank, self.cause)
@@ -68,7 +77,7 @@ class FailureBoard:
         """Write the note unless there is one, close all connections, return what the note says."""
         if self.failure is None:
             self.failure = self._write(failure)
-        for connections in list(self._open):
+        for connections in all_of(self._open):
             connections.close()
         return self.failure
 

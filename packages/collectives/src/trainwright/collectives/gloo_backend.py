@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from trainwright.collectives import direct
-from trainwright.collectives.background import Background
+from trainwright.collectives.background import Background, all_of
 from trainwright.collectives.call_log import CallLog
 from trainwright.collectives.calls import Call, Kind, describe_tensor, members_by_color
 from trainwright.collectives.errors import CollectiveTimeoutError, UsageError
 from trainwright.collectives.failures import Failure, FailureBoard
-from trainwright.collectives.gloo_exit import end_threads
+from trainwright.collectives.gloo_exit import end_threads, wake
+from trainwright.collectives.gloo_questions import Questions
 from trainwright.collectives.gloo_tags import MAX_TAG, Tags
+from trainwright.collectives.gloo_watch import CallWatch
 from trainwright.collectives.gloo_work import GlooWork, Ticket
 from trainwright.collectives.grad_mode import without_grad
 from trainwright.collectives.protocol import Recv, Send, Work
@@ -40,6 +42,8 @@ class GlooBackend:
         name: for messages.
         timeout_s: how long operations wait for peers.
         board: where failures of the world are told.
+        watch: compares the calls of ranks that are stuck; None makes one. Groups that are split
+            from this one share it.
 
     Communicates:
         Connects every two ranks; all ranks construct together.
@@ -53,6 +57,7 @@ class GlooBackend:
         name: str,
         timeout_s: float,
         board: FailureBoard,
+        watch: CallWatch | None = None,
     ) -> None:
         self.rank = rank
         self.size = len(ranks)
@@ -67,18 +72,21 @@ class GlooBackend:
         self._tags = Tags()
         self.log = CallLog(rank)
         self._num_splits = 0
-        self._works: weakref.WeakSet[GlooWork] = weakref.WeakSet()
+        self.questions = Questions(nest(store, "questions"), rank)
+        self._watch = CallWatch(board) if watch is None else watch
+        self.works: weakref.WeakSet[GlooWork] = weakref.WeakSet()
         self._watchers: dict[tuple[int, ...], Background] = {}
         self._background = Background(f"{name}, rank {rank}")
         # Gloo's threads must end before the interpreter does.
         self._group: list[Link] = [] if self.size == 1 else [self._connect()]
         threads = (self._background, self._watchers)
-        weakref.finalize(self, end_threads, self._group, rank, self._works, *threads)
+        weakref.finalize(self, end_threads, self._group, rank, self.works, *threads)
         board.watch(self)
         if self.size > 1:
             # Nobody may leave again before all have come.
             self.start(Call(Kind.BARRIER)).wait()
             self.log = CallLog(rank)
+            self._watch.add(self)
 
     def start(self, call: Call) -> Work:
         """Post all messages that need nothing from others; the rest follows in the background."""
@@ -86,9 +94,10 @@ class GlooBackend:
             self.board.check()
             compute_alone(call)
             return DONE
-        self.log.start(call)
         with without_grad():
             plan = direct.plan(call, self.rank, self.size, self.scratch)
+        # Not before: a call that fails here alone must not count, or later ones would differ.
+        self.log.start(call)
         first, second = self._tags.of_collective(call)
         work = GlooWork(self, call, call.timeout_s)
         tickets = self._post_parts(plan.receives, plan.sends, first, call)
@@ -99,7 +108,7 @@ class GlooBackend:
             self._background.run(
                 lambda: work.send_late(lambda: self._post_parts((), between(), second, call))
             )
-        self._works.add(work)
+        self.works.add(work)
         return work
 
     def exchange(self, messages: Sequence[Send | Recv], timeout_s: float | None) -> Work:
@@ -117,7 +126,7 @@ class GlooBackend:
         tickets = self._post(postings, what)
         work = GlooWork(self, what, timeout_s)
         work.start(tickets, None, None, messages)
-        self._works.add(work)
+        self.works.add(work)
         return work
 
     def start_together(self, pending: Sequence[Call | Sequence[Send | Recv]]) -> list[Work]:
@@ -132,7 +141,7 @@ class GlooBackend:
         mine = torch.tensor([0 if color is None else 1, color or 0, key])
         table = torch.empty((self.size, 3), dtype=torch.int64)
         shape = (1, 3)
-        self.start(Call(Kind.ALL_GATHER, table, mine.view(shape), shape, mine.dtype)).wait()
+        self.start(Call(Kind.SPLIT, table, mine.view(shape), shape, mine.dtype)).wait()
         number = self._num_splits
         self._num_splits += 1
         if color is None:
@@ -146,6 +155,7 @@ class GlooBackend:
             f"{self.name}/{label}",
             self.timeout_s,
             self.board,
+            self._watch,
         )
 
     def abort(self, cause: str) -> None:
@@ -154,7 +164,12 @@ class GlooBackend:
 
     def close(self) -> None:
         """Drop the connections of this group."""
-        for work in [*self._works, *self.dropped]:
+        works = [*all_of(self.works), *self.dropped]
+        # A thread that waits keeps the connections open.
+        if any(work.is_awaited for work in works):
+            for link in tuple(self._group):
+                wake(link, self.rank)
+        for work in works:
             work.close()
         self.dropped.clear()
         self._background.stop()
@@ -211,7 +226,12 @@ class GlooBackend:
         self.board.check()
         if len(self.dropped) > _MAX_DROPPED:
             self._finish_dropped()
-        group = self._group[0]
+        try:
+            group = self._group[0]
+        except IndexError:
+            # Another thread has closed the group since the check.
+            self.board.check()
+            raise
         peer = -1
         tickets: list[Ticket] = []
         try:

@@ -45,13 +45,13 @@ def end_threads(
     if waiting and group:
         for work in list(works):
             work.give_up()
-        _wake(group[0], rank)
+        wake(group[0], rank)
         for thread in waiting:
             thread.has_ended(_GRACE_S)
     group.clear()
 
 
-def _wake(link: Link, rank: int) -> None:
+def wake(link: Link, rank: int) -> None:
     """Make all waiting for messages of this group fail, which Gloo does when one is late."""
     with contextlib.suppress(RuntimeError):
         late = link.recv([torch.empty(1, dtype=torch.uint8)], 1 if rank == 0 else 0, _NOBODYS_TAG)

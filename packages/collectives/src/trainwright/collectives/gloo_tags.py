@@ -1,10 +1,11 @@
 """Tags that let only messages meet that belong together.
 
 Gloo ends the process when a message is larger than the receive it meets, and says nothing when it
-is smaller. So a tag holds a hash of what is sent: messages that do not fit each other do not meet,
-and the operation times out naming the ranks. Messages of one tag arrive in order, which tells
-operations alike apart. A tag has 31 bits: the first tells collectives from the caller's messages;
-then follow a collective's round and 29 bits of hash, or the caller's tag and 10 bits of hash.
+is smaller. So a tag holds a hash of what is sent: messages that do not fit each other do not meet.
+`CallWatch` then tells which collectives differ; all else times out naming the ranks. Messages of
+one tag arrive in order, which tells operations alike apart. A tag has 31 bits: the first tells
+collectives from the caller's messages; then follow a collective's round and 29 bits of hash, or
+the caller's tag and 10 bits of hash.
 """
 
 from __future__ import annotations

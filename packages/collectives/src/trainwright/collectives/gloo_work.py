@@ -35,6 +35,11 @@ class _Watch:
         self._open = threading.Lock()
         self._open.acquire()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody waits for the messages."""
+        return self.claim.locked() and not self._is_over
+
     def end(self) -> None:
         """Wake those who wait for the one with the claim."""
         self._is_over = True
@@ -157,6 +162,25 @@ class GlooWork:
             watcher = self._backend.watcher(self._senders)
             watcher.run(partial(self._keep_watch, self._watch))
         return self._watch.wait(within_s)
+
+    @property
+    def call(self) -> Call | None:
+        """The collective, or None for messages of the caller."""
+        return self._what if isinstance(self._what, Call) else None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether nobody has waited until it was over."""
+        return not self._is_done and not self._is_closed
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for its messages."""
+        return self._watch is not None and self._watch.is_held
+
+    def belongs_to(self, backend: GlooBackend) -> bool:
+        """Whether it is one of this group."""
+        return self._backend is backend
 
     def give_up(self) -> None:
         """Say nothing about messages that fail from now on: the process is about to end."""

@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 
+from trainwright.collectives.background import Bystander
 from trainwright.collectives.errors import CollectiveError, CollectiveTimeoutError, PeerFailedError
 
 Failure = tuple[type[CollectiveError], str]
@@ -155,7 +156,8 @@ class ThreadWorld:
         if len(self._sleepers) < self._num_running or not self._sleepers:
             return
         known = {self._caller, *self.threads}
-        if not known.issuperset(threading.enumerate()):
+        others = [thread for thread in threading.enumerate() if thread not in known]
+        if not all(isinstance(thread, Bystander) for thread in others):
             return
         waiting = sorted(self._sleepers.values(), key=lambda sleeper: sleeper.rank)
         lock, sleeper = min(self._sleepers.items(), key=lambda item: item[1].deadline)

@@ -25,9 +25,11 @@ class TorchCommunicator(CheckedCommunicator):
 
     On CPU with Gloo it makes connections of its own, so that its messages cannot meet those of
     other users of the group; sums are in rank order, in float32 at least, and the same bits on
-    every rank. Ranks that call different operations wait for each other until the timeout. With
-    other backends it calls the operations of the group itself, which add in an order of their own
-    unless ``deterministic`` is set.
+    every rank. Where ranks call different collectives, and so wait for each other, all of them get
+    a `UsageError` within about five seconds that tells who called what; the communicator and all
+    that are split from it are of no use then. Messages, and parts of an all-to-all, that differ
+    between their ends wait until the timeout. With other backends it calls the operations of the
+    group itself, which add in an order of their own unless ``deterministic`` is set.
 
     Args:
         group: a process group, a one-dimensional device mesh, or None for the default group.
