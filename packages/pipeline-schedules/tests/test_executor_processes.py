@@ -12,7 +12,7 @@ from torch import nn
 
 from trainwright.collectives import Communicator, PeerFailedError
 from trainwright.collectives.testing import run_processes
-from trainwright.pipeline_schedules import gpipe, one_f_one_b
+from trainwright.pipeline_schedules import gpipe, one_f_one_b, zb_h1
 from trainwright.pipeline_schedules.execute import BoundarySpec, PipelineExecutor, TensorSpec
 from trainwright.pipeline_schedules.execute.testing import serial_step
 
@@ -62,7 +62,7 @@ def follow_the_serial_run(comm: Communicator) -> None:
     size = comm.size
     serial = [Mixed(stage) for stage in range(size)]
     right = serial_step(serial, lambda s, m: inputs(size, s, m), weighted, 4, divisor=14.0)
-    for make in (gpipe, one_f_one_b):
+    for make in (gpipe, one_f_one_b, zb_h1):
         stage = Mixed(comm.rank)
         executor = PipelineExecutor(make(size, 4), {comm.rank: stage}, comm, loss=weighted)
         seen = executor.evaluate(lambda s, m: inputs(size, s, m), 4).loss_sum

@@ -11,6 +11,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -169,8 +170,7 @@ def test_every_split_schedule_computes_what_the_serial_run_computes(
     assert sum(loss for loss, _ in outcomes) == pytest.approx(right, rel=1e-13)
     for _, stages in outcomes:
         for number, gradients in stages.items():
-            # Microbatches add up in the serial run's order, so these are bit for bit the same,
-            # but for a V where the loss's stage and the first share a rank and nothing else.
+            # A delayed W may add a microbatch after a later one's; in float64 that is all it does.
             assert_same(gradients, gradients_of(serial[number]), tolerance=1e-12)
 
 
@@ -377,6 +377,73 @@ def test_split_backwards_under_autocast_are_bit_for_bit_whole_ones(dtype: torch.
 
     assert_same(gradients_of(split), gradients_of(whole))
     assert result.unsplit == {}
+
+
+class Using(nn.Module):
+    """A stage made of a function of two linear layers and the input."""
+
+    def __init__(self, function: Callable[[nn.Module, nn.Module, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.a = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.b = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(3)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.4, generator=generator)
+
+    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        return self.function(self.a, self.b, hidden_BSD)
+
+
+def kept_elsewhere(a: nn.Module, b: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone):
+        return b(torch.tanh(a(x)))
+
+
+def nested(a: nn.Module, b: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def inner(y: torch.Tensor) -> torch.Tensor:
+        return checkpoint(b, torch.tanh(a(y)), use_reentrant=False)
+
+    return checkpoint(inner, x, use_reentrant=False)
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, WIDTH)[:WIDTH]
+
+
+SPLIT_USES: dict[str, Any] = {
+    "three times": lambda a, b, x: a(torch.tanh(a(torch.tanh(a(x))))),
+    "on a vector": lambda a, b, x: a(x[0, 0]) * b(x[0, 1]),
+    "on no rows": lambda a, b, x: a(x[:0]).sum() + b(x),
+    "on strided rows": lambda a, b, x: a(x.transpose(0, 1)),
+    "by keyword": lambda a, b, x: F.linear(input=x, weight=a.weight, bias=b.bias),
+    "in slices": lambda a, b, x: F.linear(x, a.weight[:2]) + F.linear(x, a.weight[2:], b.bias[2:]),
+    "in parts": lambda a, b, x: sum(F.linear(x, part) for part in a.weight.split(1)),
+    "changed in place": lambda a, b, x: a(x).mul_(2).add_(b(x)),
+    "with saved tensors elsewhere": kept_elsewhere,
+    "recomputed within recomputed layers": nested,
+    # Not the weight: one that depends on the input, whose gradient I owes.
+    "to make a weight": lambda a, b, x: F.linear(b(x), a(rows(x)).view(WIDTH, WIDTH)),
+    "beside the input as a weight": lambda a, b, x: F.linear(a(x), rows(x)),
+}
+WHOLE_USES: dict[str, Any] = {
+    "with itself": lambda a, b, x: F.linear(a.weight, a.weight).sum() * x,
+    "mapped": lambda a, b, x: torch.vmap(lambda y: F.linear(y, a.weight))(x),
+    "by einsum": lambda a, b, x: torch.einsum("bsd,de->bse", x, a.weight),
+    "scaled first": lambda a, b, x: F.linear(x, a.weight * 2.0),
+}
+
+
+@pytest.mark.parametrize("use", [*SPLIT_USES, *WHOLE_USES])
+def test_whatever_a_stage_does_with_a_weight_its_gradient_is_right(use: str) -> None:
+    function = {**SPLIT_USES, **WHOLE_USES}[use]
+
+    whole, split, result = whole_and_split(lambda: Using(function))
+
+    # A weight that is used both in a product and otherwise adds its parts in another order.
+    assert_same(gradients_of(split), gradients_of(whole), tolerance=1e-14)
+    assert result.whole_backwards == (MICROBATCHES if use in WHOLE_USES else 0)
+    assert result.unsplit == ({"stage 0 a": MICROBATCHES} if use in WHOLE_USES else {})
 
 
 class OwnProduct(torch.autograd.Function):
