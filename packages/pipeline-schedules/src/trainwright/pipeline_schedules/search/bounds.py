@@ -103,11 +103,7 @@ class _Way:
         problem = self.problem
         if problem.limits[rank] == math.inf:
             return 0.0
-        area = sum(
-            problem.hold_forward[stage] * self.away[stage]
-            + problem.hold_weight[stage] * problem.costs[1][stage]
-            for stage in stages
-        )
+        area = sum(problem.hold_forward[stage] * self.away[stage] for stage in stages)
         if area == 0:
             return 0.0
         return problem.microbatches * area / (problem.limits[rank] * (1 + 1e-9))

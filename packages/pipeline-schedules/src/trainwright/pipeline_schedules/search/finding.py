@@ -17,6 +17,7 @@ from trainwright.pipeline_schedules.search.problem import (
     Objective,
     Problem,
     problem_of,
+    relaxed,
     with_whole_backwards,
 )
 
@@ -86,7 +87,7 @@ def search(
     whole = with_whole_backwards(problem, costs)
     hunt = Hunt(costs, memory, budget)
     hunt.take_generators(problem)
-    bound = min(lower_bound(problem), lower_bound(whole))
+    bound = lower_bound(relaxed(problem, costs))
     hunt.enough = bound * (1 + ROUNDING)
     hunt.over(problem)
     if hunt.best is None or _saves(problem, whole):
@@ -97,6 +98,7 @@ def search(
             "no schedule holds no more than the memory limit: a rank must hold at least one "
             f"microbatch of all its stages, got memory_limit={memory_limit} with {memory}"
         )
+    # Rounding alone may put the value below.
     return Found(hunt.best, hunt.value, min(bound, hunt.value), objective)
 
 

@@ -188,6 +188,28 @@ def with_whole_backwards(problem: Problem, costs: Costs) -> Problem:
     )
 
 
+def relaxed(problem: Problem, costs: Costs) -> Problem:
+    """A problem that is nowhere harder, whatever of the backwards is whole or overlapped.
+
+    A whole backward is as an I and a W that costs the rest of it; a forward in a pair costs no
+    less than the pair beyond the longest backward.
+    """
+    forward, backward, weight = problem.costs
+    table = costs.table(len(forward))
+    first = [min(pair) for pair in zip(backward, table[Kind.B].tolist(), strict=True)]
+    together = zip(backward, weight, table[Kind.B].tolist(), strict=True)
+    rest = [min(i + w, b) for i, w, b in together]
+    pairs = costs.pairs(len(forward))
+    if pairs is not None:
+        longest = max(table[Kind.B].tolist())
+        forward = [
+            min(alone, max(pair - longest, 0.0))
+            for alone, pair in zip(forward, pairs.tolist(), strict=True)
+        ]
+    weights = [whole - part for whole, part in zip(rest, first, strict=True)]
+    return attrs.evolve(problem, costs=(forward, first, weights))
+
+
 def _each(values: Sequence[float], times: int) -> list[float]:
     return [value for value in values for _ in range(times)]
 
