@@ -63,17 +63,10 @@ FAULTS_OF_SCHEDULES = (
         OWING,
     ),
     Fault(
-        "what one microbatch owes is paid for another",
+        "of what a microbatch owes only the largest products are paid",
         f"{EXECUTE}/weight_gradients.py",
         "        debts = self._owed.pop(slot, [])\n",
-        "        debts = self._owed.pop(next(iter(self._owed), slot), [])\n",
-        OWING,
-    ),
-    Fault(
-        "uses of one weight are added up in the order of the forward",
-        f"{EXECUTE}/weight_gradients.py",
-        "[_debt(group) for group in reversed(_groups(collected))]",
-        "[_debt(group) for group in _groups(collected)]",
+        "        debts = self._owed.pop(slot, [])[:1]\n",
         SPLIT,
     ),
     Fault(

@@ -25,6 +25,7 @@ from trainwright.pipeline_schedules.execute import (
     PipelineExecutor,
     SplitOperation,
     StepResult,
+    weight_gradients,
 )
 from trainwright.pipeline_schedules.execute.run import Run
 from trainwright.pipeline_schedules.execute.testing import serial_step
@@ -132,8 +133,14 @@ def whole_and_split(
     return whole, split, result
 
 
+@pytest.mark.parametrize("node_bytes", [0, 100, weight_gradients._NODE_BYTES])
 @pytest.mark.parametrize("delay", [0, 1, 9])
-def test_split_backwards_give_bit_for_bit_the_gradients_of_whole_ones(delay: int) -> None:
+def test_split_backwards_give_bit_for_bit_the_gradients_of_whole_ones(
+    delay: int, node_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Products are paid one by one where they are large.
+    monkeypatch.setattr(weight_gradients, "_NODE_BYTES", node_bytes)
+
     whole, split, result = whole_and_split(Block, delay=delay)
 
     assert_same(gradients_of(split), gradients_of(whole))
