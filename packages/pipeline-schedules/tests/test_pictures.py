@@ -77,6 +77,18 @@ def test_eight_ranks_and_32_microbatches_have_a_number_on_every_bar() -> None:
     assert float(root.get("width") or 0) < 2500
 
 
+def test_bars_lie_where_they_ran_and_as_long() -> None:
+    run = simulate(one_f_one_b(2, 2), Costs(1, 0.5, 0.25))
+    root = ElementTree.fromstring(svg(run, width=100 * run.makespan))
+    bars = [rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
+    left = [float(bar.get("x") or 0) for bar in bars]
+    assert left == pytest.approx([left[0] + 100 * start for start in run.starts], abs=0.02)
+    wide = [float(bar.get("width") or 0) for bar in bars]
+    assert wide == pytest.approx(list(100 * (run.ends - run.starts)), abs=0.02)
+    heights = [bar.get("y") for bar in bars]
+    assert [heights[0], heights[-1]] == [*dict.fromkeys(heights)]
+
+
 def test_text_stands_out_from_every_colour() -> None:
     for fill in (shade for pair in COLOURS.values() for shade in pair):
         assert (luminance(fill) + 0.05) / (luminance(TEXT) + 0.05) >= 7

@@ -223,6 +223,17 @@ def test_what_cannot_be_searched_is_refused(arguments: dict[str, object], reason
         search(**(given_arguments | arguments))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_the_bound_counts_a_wait_once_where_all_forwards_may_come_first(
+    objective: Objective,
+) -> None:
+    times = [[0.25, 0.25, 2.0], [0.25, 0.25, 2.0], [0.25, 0.25, 0.25]]
+    found = search(range(3), 2, Costs(*times), objective=objective)
+    assert found.bound <= optimum(
+        times, 0.0, 2, limit=9, held=1.0, objective=objective, below=math.inf
+    )
+
+
 def test_a_single_stage_needs_no_waiting() -> None:
     found = search([0], 3, Costs(1.0, 2.0, 0.5))
     assert found.value == found.bound == 10.5

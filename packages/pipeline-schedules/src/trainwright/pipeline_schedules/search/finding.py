@@ -98,7 +98,7 @@ def search(
             "no schedule holds no more than the memory limit: a rank must hold at least one "
             f"microbatch of all its stages, got memory_limit={memory_limit} with {memory}"
         )
-    # Rounding alone may put the value below.
+    assert bound <= hunt.value * (1 + ROUNDING), "only rounding puts a value below the bound"
     return Found(hunt.best, hunt.value, min(bound, hunt.value), objective)
 
 
