@@ -180,6 +180,44 @@ def test_a_weight_of_both_pipeline_ends_has_one_sum_one_norm_and_one_value(
             assert tied is None
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("first", "last"), [([3.0], [4.0]), ([1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0])]
+)
+def test_the_uses_of_a_tied_weight_are_added_wherever_its_parts_lie(
+    stage: int, first: list[float], last: list[float]
+) -> None:
+    size = len(first)
+
+    def run(world: Communicator) -> tuple[float, ...]:
+        mesh = Mesh(world, MeshShape(dp=2, pp=2))
+        at_end = mesh.coordinate("pp") == 1
+        model = nn.Module()
+        # On the last stage something else stands before it, so that the ranks' parts differ.
+        model.own = nn.Parameter(torch.zeros(1 if at_end else 4, dtype=torch.float64))
+        model.tied = nn.Parameter(torch.ones(size, dtype=torch.float64))
+        tied = ParameterPlacement.replicated((size,), {"pp": Partial()})
+        policy = ShardPolicy(stage=stage, alignment=1)
+        parallel = data_parallel(model, mesh, policy, {"tied": tied}, hooks=False)
+        optimizer = torch.optim.SGD(
+            [piece.parameter for piece in parallel.pieces.values()] or [nn.Parameter()], lr=0.1
+        )
+        # The data ranks see a quarter and three quarters of it.
+        share = 0.75 if mesh.coordinate("dp") else 0.25
+        use = torch.tensor(last if at_end else first, dtype=torch.float64) * share
+        for _ in range(3):
+            parallel.await_weights()
+            step(parallel, optimizer, (model.tied * use).sum() + 0 * model.own.sum())
+        parallel.await_weights()
+        return tuple(model.tied.tolist())
+
+    held = LocalWorld(4).run(run)
+
+    assert len(set(held)) == 1
+    sums = [a + b for a, b in zip(first, last, strict=True)]
+    assert held[0] == pytest.approx([1 - 0.3 * total for total in sums], rel=1e-14)
+
+
 def test_a_stage_between_the_ends_cannot_hold_a_weight_tied_over_them() -> None:
     def run(world: Communicator) -> None:
         mesh = Mesh(world, MeshShape(pp=3))

@@ -10,6 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trainwright.collectives import Communicator, LocalWorld
+from trainwright.sharding.data.testing import RecordedCall, RecordingCommunicator
 from trainwright.sharding.tensor import ColumnParallelLinear, Cut, SequenceSharding, enter_sequence
 
 LENGTH = 5
@@ -112,7 +113,9 @@ def _take_apart(
 @pytest.mark.parametrize("way", ["replicated", "shards", "whole", "entered"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_input_and_weight_gradient_together_are_the_backward(ranks: int, way: str) -> None:
-    def work(comm: Communicator) -> None:
+    def work(world: Communicator) -> None:
+        calls: list[RecordedCall] = []
+        comm = RecordingCommunicator(world, calls)
         layers = _layers(comm, way, 2 if way == "entered" else 1)
         given = _input(comm, way)
         for number, layer in enumerate(layers):
@@ -121,7 +124,10 @@ def test_input_and_weight_gradient_together_are_the_backward(ranks: int, way: st
             entered = _entered(comm, way, given)
             outputs = [layer(entered) for layer in layers]
         gradients = [_draw(tuple(output.shape), seed=5 + comm.rank) for output in outputs]
+        calls.clear()
         found_inputs, found_weights = _take_apart(halves, gradients)
+        gathers = [call for call in calls if call.operation == "all_gather"]
+        assert len(gathers) == (way in ("shards", "entered"))
 
         entered = _entered(comm, way, given)
         entered.retain_grad()
