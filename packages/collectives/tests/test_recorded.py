@@ -640,6 +640,60 @@ def test_calls_that_differ_and_pass_are_told_in_debug_after_a_while(is_coalesced
         assert "ranks 0, 2 all_reduce #70 (2,) float32 SUM at test_recorded.py" in told
 
 
+@pytest.mark.parametrize("length", [1, 3, 150])
+def test_ranks_may_coalesce_each_as_it_likes_while_they_are_compared(length: int) -> None:
+    def run(comm: Communicator) -> list[float]:
+        recorded = Recorded(comm)
+        sums = [torch.ones(1) for _ in range(300)]
+        works = []
+        for start in range(0, 300, length):
+            with recorded.coalesce() if recorded.rank == 0 else nullcontext():
+                works += [recorded.all_reduce(tensor) for tensor in sums[start : start + length]]
+            for work in works:
+                work.wait()
+        return [tensor.item() for tensor in sums]
+
+    assert LocalWorld(2, timeout_s=20.0).run(run) == [[2.0] * 300] * 2
+
+
+def test_differences_are_told_by_all_once_no_rank_is_in_a_block() -> None:
+    def run(comm: Communicator) -> tuple[int, str]:
+        recorded = Recorded(Careless(comm))
+        for number in range(300):
+            op = ReduceOp.MAX if (comm.rank, number) == (1, 70) else ReduceOp.SUM
+            is_coalesced = comm.rank == 0 and 100 < number < 200
+            try:
+                with recorded.coalesce() if is_coalesced else nullcontext():
+                    recorded.all_reduce(torch.ones(2), op)
+            except UsageError as error:
+                return number, str(error)
+        return 300, ""
+
+    (number, told), *others = LocalWorld(3, timeout_s=20.0).run(run)
+
+    assert others == [(number, told)] * 2
+    assert number == 256
+    assert "rank 1 all_reduce #70 (2,) float32 MAX" in told
+
+
+def test_a_block_that_an_error_ends_takes_its_comparison_along() -> None:
+    def fail_inside(recorded: Recorded) -> None:
+        with recorded.coalesce():
+            for _ in range(70):
+                recorded.all_reduce(torch.ones(1))
+            raise ZeroDivisionError
+
+    def run(comm: Communicator) -> None:
+        recorded = Recorded(comm)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                fail_inside(recorded)
+            for _ in range(70):
+                recorded.all_reduce(torch.ones(1)).wait()
+
+    LocalWorld(2, timeout_s=20.0).run(run)
+
+
 def test_what_is_not_to_be_compared_is_not() -> None:
     def run(comm: Communicator) -> None:
         recorded = Recorded(Careless(comm), verify=False)

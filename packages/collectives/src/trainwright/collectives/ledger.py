@@ -175,9 +175,9 @@ class Ledger:
             raise self._explain(error, f"{kind} at {find_place()}") from error.__cause__
 
     def _sample(self, kind: str) -> None:
-        if self._sampler is not None and self.block is None:
+        if self._sampler is not None:
             with self._noting(kind):
-                self._sampler.look(self._history, self._num_collectives, self._digest)
+                self._sampler.look(self._history, self._num_collectives, self._digest, self.block)
 
     def _held_back(self) -> AbstractContextManager[object]:
         """Return a block inside which calls are checked and do not start yet."""

@@ -37,8 +37,9 @@ class Recorded(PlacingInside):
     where they differ the world is stopped by ``abort``.
 
     By default, in debug, that is unless Python runs with -O, hashes of what ranks called are added
-    up after every 64 collectives and looked at 64 later. That finds calls that differ and yet pass;
-    it makes only those wait who are as many collectives ahead.
+    up after every 64 collectives and looked at 64 later, or at the first such place where no rank
+    is in a ``coalesce`` block. That finds calls that differ and yet pass; it makes only those wait
+    who are as many collectives ahead.
 
     Args:
         comm: The communicator that does the work.
