@@ -138,9 +138,12 @@ def test_eight_processes_train_in_3d_as_one_process_with_eight_threads_does(
             "--layout dp=2,tp=3 --zero 1 --sequence-parallel",
             "--layout dp=2,pp=2 --zero 3 --gather unit --no-sequence-parallel",
         ),
-        ("--layout dp=2,pp=2 --zero 3", "--layout dp=4,dp_shard=2 --zero 2"),
+        (
+            "--layout dp=2,pp=2 --zero 3 --schedule zb-v",
+            "--layout dp=4,dp_shard=2 --zero 2 --schedule interleaved-1f1b --chunks 4",
+        ),
     ],
-    ids=["uneven-tp-stage1-to-pp-stage3", "pp-stage3-to-hybrid-stage2"],
+    ids=["uneven-tp-stage1-to-pp-stage3", "v-stage3-to-loops-hybrid-stage2"],
 )
 def test_a_run_that_is_resumed_in_another_layout_goes_on_as_if_never_stopped(
     tmp_path: Path, book: Path, before: str, after: str
