@@ -225,7 +225,7 @@ class CheckedCommunicator:
         """See `Communicator.exchange`."""
         copies: Copies = []
         checked: list[Send | Recv] = []
-        for message in messages:
+        for message in checks.check_messages(messages):
             what = "send" if isinstance(message, Send) else "recv"
             checks.check_peer(what, message.peer, self._rank, self._size)
             if isinstance(message, Send):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numbers
+import operator
+from collections.abc import Sequence, Sized
 
 import torch
 
 from trainwright.collectives.calls import describe_dtype
 from trainwright.collectives.errors import UsageError
-from trainwright.collectives.protocol import ReduceOp
+from trainwright.collectives.protocol import Recv, ReduceOp, Send
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _ORDERED = (ReduceOp.MAX, ReduceOp.MIN)
@@ -123,9 +125,29 @@ def check_only_on_root(
         raise UsageError(f"{what}: rank {rank} {rule} {name}, root={root}")
 
 
+def check_messages(messages: Sequence[Send | Recv]) -> Sequence[Send | Recv]:
+    """Return the messages, or refuse what are none or can be gone through only once."""
+    if not isinstance(messages, Sequence):
+        raise UsageError(
+            f"exchange: expected a list of Send and Recv, got {type(messages).__name__}"
+        )
+    for message in messages:
+        if not isinstance(message, Send | Recv):
+            raise UsageError(
+                f"exchange: expected a list of Send and Recv, got {type(message).__name__} in it"
+            )
+        if not isinstance(message.tag, int):
+            raise UsageError(f"exchange: tag={message.tag!r} must be an int")
+    return messages
+
+
 def check_timeout(what: str, timeout_s: float | None) -> None:
-    """Refuse a timeout that is over before it begins."""
-    if timeout_s is not None and not timeout_s > 0:
+    """Refuse a timeout that is over before it begins, or is no time."""
+    if timeout_s is None:
+        return
+    if not isinstance(timeout_s, float | int | numbers.Real):
+        raise UsageError(f"{what}: timeout_s={timeout_s!r} must be a number of seconds or None")
+    if not timeout_s > 0:
         raise UsageError(f"{what}: timeout_s={timeout_s} must be positive")
 
 
@@ -162,7 +184,12 @@ def resolve_splits(
                 f"{rows - rows % size} or {rows + size - rows % size} rows"
             )
         return [rows // size] * size
-    parts = [int(part) for part in splits]
+    try:
+        parts = [operator.index(part) for part in splits] if isinstance(splits, Sized) else None
+    except TypeError:
+        parts = None
+    if parts is None:
+        raise UsageError(f"{what}: {name}={splits!r} must be a list of {size} whole numbers")
     if len(parts) != size or sum(parts) != rows or any(part < 0 for part in parts):
         raise UsageError(
             f"{what}: {name}={parts} must be {size} numbers >= 0 that add up to the {rows} rows"

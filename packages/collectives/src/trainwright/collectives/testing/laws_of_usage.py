@@ -86,10 +86,38 @@ _MISTAKES: dict[str, Mistake] = {
     "add up to": lambda comm: comm.all_to_all(
         _zeros(comm, 5), _zeros(comm, 5), [5] * comm.size, [4] * comm.size
     ),
+    "input_splits='ab' must be a list of": lambda comm: comm.all_to_all(
+        _zeros(comm, comm.size),
+        _zeros(comm, comm.size),
+        input_splits="ab",  # type: ignore[arg-type]
+    ),
+    r"output_splits=\[1.5\] must be a list of": lambda comm: comm.all_to_all(
+        _zeros(comm, comm.size),
+        _zeros(comm, comm.size),
+        [1.5],  # type: ignore[list-item]
+    ),
+    "output_splits=2 must be a list of": lambda comm: comm.all_to_all(
+        _zeros(comm, comm.size),
+        _zeros(comm, comm.size),
+        2,  # type: ignore[arg-type]
+    ),
     "input and output overlap": lambda comm: _all_to_all_in_place(comm),
     "cannot be its own peer": lambda comm: comm.send(_zeros(comm, 2), comm.rank),
     "peer=99 is not a rank": lambda comm: comm.recv(_zeros(comm, 2), 99),
     "timeout_s=-1 must be positive": lambda comm: comm.all_reduce(_zeros(comm, 2), timeout_s=-1),
+    "timeout_s='x' must be a number": lambda comm: comm.all_reduce(
+        _zeros(comm, 2),
+        timeout_s="x",  # type: ignore[arg-type]
+    ),
+    "list of Send and Recv, got int in it": lambda comm: comm.exchange(
+        [3],  # type: ignore[list-item]
+    ),
+    "list of Send and Recv, got int$": lambda comm: comm.exchange(3),  # type: ignore[arg-type]
+    "tag='x' must be an int": lambda comm: comm.send(
+        _zeros(comm, 2),
+        0,
+        "x",  # type: ignore[arg-type]
+    ),
     "must pass None as input|needs input": lambda comm: comm.scatter(
         _zeros(comm, 1), None if comm.rank == 0 else _zeros(comm, comm.size), 0
     ),
