@@ -197,6 +197,12 @@ def test_the_bound_holds_for_generators_that_mix_whole_split_and_overlapped_back
         assert found.value <= simulate(made, costs).makespan
 
 
+def test_the_bound_holds_where_a_pair_is_shorter_than_its_backward() -> None:
+    costs = Costs([1, 0, 0.5, 3], [1, 0, 1, 3], [3, 0.5, 1.5, 1], pair=2.0)
+    found = search(v_shape(2), 7, costs, budget=5_000)
+    assert found.bound <= found.value
+
+
 def test_the_same_search_finds_the_same_schedule() -> None:
     costs = Costs([1.0, 1.2, 0.9, 1.1], 1.1, [0.8, 0.7, 0.9, 0.6], latency=0.1)
     one, two = (search(range(4), 9, costs, memory_limit=5.5, budget=60_000) for _ in range(2))

@@ -68,10 +68,10 @@ class _Way:
             # From the first F of the first stage until the I of the last one can start.
             first, last = stages[0], stages[-1]
             until = self.forward_before[last] - self.forward_before[first] + self.away[last]
-            most = min(
-                number * sum(forward[stage] for stage in stages),
-                max(_ratio(forward[s], problem.hold_forward[s]) for s in stages) * limit,
-            )
+            fastest = max(_ratio(forward[s], problem.hold_forward[s]) for s in stages)
+            most = number * sum(forward[stage] for stage in stages)
+            if math.isfinite(fastest) and math.isfinite(limit):
+                most = min(most, fastest * limit)
             return max(0.0, until - most)
         stage = stages[0]
         ahead = min(float(number), _floor(_ratio(limit, problem.hold_forward[stage])))
@@ -87,16 +87,13 @@ class _Way:
         gradients = backward[stage] + weight[stage]
         others = (problem.microbatches - 1) * gradients
         room = limit - problem.hold_forward[stage]
-        return min(
-            others,
-            room
-            * max(
-                _ratio(gradients, problem.hold_forward[stage]),
-                _ratio(weight[stage], problem.hold_weight[stage]),
-            )
-            if math.isfinite(room)
-            else math.inf,
+        fastest = max(
+            _ratio(gradients, problem.hold_forward[stage]),
+            _ratio(weight[stage], problem.hold_weight[stage]),
         )
+        if math.isfinite(fastest) and math.isfinite(room):
+            return min(others, fastest * room)
+        return others
 
     def held_too_long(self, rank: int, stages: list[int]) -> float:
         """Memory times time that all microbatches need, over the memory there is."""

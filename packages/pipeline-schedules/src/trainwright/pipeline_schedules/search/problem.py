@@ -191,23 +191,23 @@ def with_whole_backwards(problem: Problem, costs: Costs) -> Problem:
 def relaxed(problem: Problem, costs: Costs) -> Problem:
     """A problem that is nowhere harder, whatever of the backwards is whole or overlapped.
 
-    A whole backward is as an I and a W that costs the rest of it; a forward in a pair costs no
-    less than the pair beyond the longest backward.
+    A whole backward is as an I and a W that costs the rest of it. A pair is as a backward that
+    costs no more than the shortest pair, and a forward that costs the rest of its own.
     """
+    stages = len(problem.owner)
     forward, backward, weight = problem.costs
-    table = costs.table(len(forward))
-    first = [min(pair) for pair in zip(backward, table[Kind.B].tolist(), strict=True)]
-    together = zip(backward, weight, table[Kind.B].tolist(), strict=True)
-    rest = [min(i + w, b) for i, w, b in together]
-    pairs = costs.pairs(len(forward))
+    whole = costs.table(stages)[Kind.B].tolist()
+    together = zip(backward, weight, whole, strict=True)
+    totals = [min(one + other, both) for one, other, both in together]
+    pairs = costs.pairs(stages)
     if pairs is not None:
-        longest = max(table[Kind.B].tolist())
-        forward = [
-            min(alone, max(pair - longest, 0.0))
-            for alone, pair in zip(forward, pairs.tolist(), strict=True)
-        ]
-    weights = [whole - part for whole, part in zip(rest, first, strict=True)]
-    return attrs.evolve(problem, costs=(forward, first, weights))
+        shortest = float(pairs.min())
+        totals = [min(total, shortest) for total in totals]
+        alone = zip(forward, pairs.tolist(), strict=True)
+        forward = [min(one, max(pair - max(totals), 0.0)) for one, pair in alone]
+    inputs = [min(one, total) for one, total in zip(backward, totals, strict=True)]
+    weights = [total - one for total, one in zip(totals, inputs, strict=True)]
+    return attrs.evolve(problem, costs=(forward, inputs, weights))
 
 
 def _each(values: Sequence[float], times: int) -> list[float]:
