@@ -168,10 +168,9 @@ class Recorded(PlacingInside):
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, timeout_s: float | None = None) -> Work:
         """See `Communicator.broadcast`."""
-        is_root = root == self.rank
-        read, written = (tensor, None) if is_root else (None, tensor)
         with self._ledger.starting("broadcast", timeout_s) as started:
             work = self._comm.broadcast(tensor, root, timeout_s=timeout_s)
+            read, written = (tensor, None) if root == self.rank else (None, tensor)
             started.take(work, Told("broadcast", tensor, read, written, root=root))
         return self._ledger.follow(started)
 
@@ -185,11 +184,11 @@ class Recorded(PlacingInside):
         timeout_s: float | None = None,
     ) -> Work:
         """See `Communicator.reduce`."""
-        written = tensor if root == self.rank else None
         with self._ledger.starting("reduce", timeout_s) as started:
             work = self._comm.reduce(
                 tensor, root, op, reduce_dtype=reduce_dtype, timeout_s=timeout_s
             )
+            written = tensor if root == self.rank else None
             started.take(work, Told("reduce", tensor, tensor, written, op, reduce_dtype, root))
         return self._ledger.follow(started)
 
