@@ -381,7 +381,7 @@ def test_nothing_has_moved_where_ranks_differ() -> None:
         lambda comm: comm.all_to_all(torch.empty(3), torch.empty(3), "abc"),
         lambda comm: comm.reduce(torch.empty(3), torch.zeros(2)),
     ],
-    ids=["all_gather", "barrier", "split", "timeout", "no time", "barrier's", "no splits", "no root"],
+    ids=["all_gather", "barrier", "split", "timeout", "no time", "never", "no splits", "no root"],
 )
 def test_a_mistake_of_one_rank_is_told_by_all(mistake: Callable[[Recorded], object]) -> None:
     def differ(comm: Recorded) -> None:
