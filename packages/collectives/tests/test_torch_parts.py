@@ -6,8 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainwright.collectives import PeerFailedError, TorchCommunicator, UsageError
-from trainwright.collectives.background import Background
+from trainwright.collectives import (
+    CollectiveTimeoutError,
+    LocalWorld,
+    PeerFailedError,
+    TorchCommunicator,
+    UsageError,
+)
+from trainwright.collectives.background import Background, Bystander
 from trainwright.collectives.call_log import CallLog
 from trainwright.collectives.calls import Call, Kind
 from trainwright.collectives.failures import Failure, FailureBoard
@@ -120,6 +126,20 @@ def test_background_steps_run_in_order_until_it_is_stopped() -> None:
     assert done == list(range(50))
     background.stop()
     background.stop()
+
+
+def test_a_thread_that_only_looks_hides_no_deadlock_of_rank_threads() -> None:
+    is_over = threading.Event()
+    bystander = Bystander(target=is_over.wait, args=(30.0,), name="looking")
+    bystander.start()
+    try:
+        with pytest.raises(CollectiveTimeoutError, match="deadlock, every rank waits"):
+            LocalWorld(2, timeout_s=20.0).run(
+                lambda comm: comm.recv(torch.ones(1), 1 - comm.rank).wait()
+            )
+    finally:
+        is_over.set()
+        bystander.join()
 
 
 def test_threads_that_wait_for_messages_end_before_the_process_and_blame_nobody() -> None:
