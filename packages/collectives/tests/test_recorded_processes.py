@@ -4,9 +4,11 @@ Starting processes is slow, so four of them run all the sections below one after
 test asks for each whether it was finished.
 """
 
+import random
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -184,7 +186,15 @@ def other_communicators_are_as_they_were(world: TorchCommunicator) -> None:
     alone.exchange([]).wait()
 
 
+def global_random_states_differ_between_ranks(comm: TorchCommunicator) -> None:
+    drawn = all_gather_object(comm, (random.random(), np.random.random()))
+    of_python, of_numpy = zip(*drawn, strict=True)
+    assert len(set(of_python)) == comm.size
+    assert len(set(of_numpy)) == comm.size
+
+
 SECTIONS = (
+    global_random_states_differ_between_ranks,
     the_laws_hold_while_each_operation_is_verified,
     sums_of_any_backend_can_have_the_bits_of_threads,
     operations_that_gloo_lacks_are_there,

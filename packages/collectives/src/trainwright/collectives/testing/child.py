@@ -7,6 +7,7 @@ than most tests.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import importlib.util
@@ -30,10 +31,12 @@ from trainwright.collectives.torch_communicator import TorchCommunicator
 Location = tuple[str, str | None, str]
 # Where the function is, its pickled arguments, number of ranks, seconds for all of it.
 Task = tuple[Location, bytes, int, float]
+_PR_SET_PDEATHSIG = 1  # in <sys/prctl.h>
 
 
 def main() -> None:
     """Start the ranks of the folder named on the command line, and write down how they end."""
+    _die_with_parent()
     folder = Path(sys.argv[1])
     task: Task = pickle.loads((folder / "task").read_bytes())
     # What cannot be imported is told by the ranks.
@@ -50,9 +53,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGUSR1, pass_on)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    own_pid = os.getpid()
     for rank in range(task[2]):
         pid = os.fork()
         if pid == 0:
+            _die_with_parent()
+            if os.getppid() != own_pid:  # it was gone before
+                os._exit(1)
             return _live(folder, rank, *task)
         ranks[pid] = rank
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
@@ -63,6 +70,20 @@ def main() -> None:
         rank = ranks.pop(ended.si_pid)
         status = os.waitpid(ended.si_pid, 0)[1]
         _write(folder, f"ended-{rank}", str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _die_with_parent() -> None:
+    """Let the kernel, where it can, kill this process once its parent is gone, however it went."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _seed_anew() -> None:
+    """Let global generators differ between ranks, as between processes that share no past."""
+    random.seed()
+    of_numpy = sys.modules.get("numpy.random")
+    if of_numpy is not None:
+        of_numpy.seed()
 
 
 def _live(
@@ -76,7 +97,7 @@ def _live(
     # The last resort if the parent is gone; its own deadline comes first.
     faulthandler.dump_traceback_later(timeout_s + 5.0, exit=True)
     faulthandler.register(signal.SIGUSR1)
-    random.seed()
+    _seed_anew()
     torch.set_num_threads(1)
     report: tuple[bool, Any, float]
     try:

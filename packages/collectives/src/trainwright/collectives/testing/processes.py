@@ -23,6 +23,8 @@ _GRACE_S = 5.0
 _POLL_S = 0.01
 # How long a process may take to print its stacks when asked to.
 _STACKS_S = 0.5
+# What would end the caller instead of telling it that a rank failed.
+_ENDINGS = (SystemExit, KeyboardInterrupt, GeneratorExit)
 _CHILD = Path(__file__).with_name("child.py")
 
 
@@ -40,8 +42,9 @@ def run_processes(
 
     The processes are forks of a new one that has imported what they need: nothing of the caller's
     is in them, and strings hash alike on all ranks. They have one intra-op thread each and a
-    default process group over Gloo, so ``fn`` may use torch.distributed as well. They end at the
-    deadline, by themselves or by the caller's hand, and leave nothing behind.
+    default process group over Gloo, so ``fn`` may use torch.distributed as well. The global random
+    states of Python and numpy differ between them, torch's is alike. They end at the deadline, by
+    themselves or by the caller's hand, on Linux also with the caller, and leave nothing behind.
 
     Args:
         fn: a function of a module; processes find it by the name of the module or by its file.
@@ -51,11 +54,12 @@ def run_processes(
 
     Raises:
         BaseException: what the first process to fail raised, with rank and traceback as notes.
-        RemoteError: that cannot be rebuilt here, or a process died without a word.
+        RemoteError: that cannot be rebuilt here or would end the caller (SystemExit,
+            KeyboardInterrupt), or a process died without a word.
         TimeoutError: the processes did not finish in time.
     """
     deadline = time.monotonic() + timeout_s
-    with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
+    with tempfile.TemporaryDirectory(prefix="trainwright-", ignore_cleanup_errors=True) as folder:
         task = Path(folder) / "task"
         module = sys.modules[fn.__module__]
         location = (fn.__module__, getattr(module, "__file__", None), fn.__qualname__)
@@ -125,8 +129,10 @@ class _Child:
         pickled, text = value
         error: BaseException = RemoteError(f"on rank {self.rank}:\n{text}")
         with contextlib.suppress(Exception):
-            error = pickle.loads(pickled)
-            error.add_note(f"on rank {self.rank}, whose traceback was\n{text}")
+            rebuilt = pickle.loads(pickled)
+            if not isinstance(rebuilt, _ENDINGS):
+                error = rebuilt
+                error.add_note(f"on rank {self.rank}, whose traceback was\n{text}")
         return ended, error
 
     def output(self) -> str:
@@ -154,7 +160,10 @@ def _await(children: list[_Child], parent: subprocess.Popen[bytes], deadline: fl
             return
         if is_over:
             output = (children[0].folder / "output").read_text(errors="replace")
-            raise RemoteError(f"no process could be started:\n{output}")
+            raise RemoteError(
+                f"the process that starts the ranks ended with exit code {parent.returncode} "
+                f"before ranks {[child.rank for child in running]} had finished:\n{output}"
+            )
         if time.monotonic() > deadline:
             parent.send_signal(signal.SIGUSR1)
             time.sleep(_STACKS_S)
