@@ -8,10 +8,10 @@ import random
 import time
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from numpy import random as random_of_numpy
 
 from trainwright.collectives import (
     CollectiveTimeoutError,
@@ -187,7 +187,7 @@ def other_communicators_are_as_they_were(world: TorchCommunicator) -> None:
 
 
 def global_random_states_differ_between_ranks(comm: TorchCommunicator) -> None:
-    drawn = all_gather_object(comm, (random.random(), np.random.random()))
+    drawn = all_gather_object(comm, (random.random(), random_of_numpy.random()))
     of_python, of_numpy = zip(*drawn, strict=True)
     assert len(set(of_python)) == comm.size
     assert len(set(of_numpy)) == comm.size
