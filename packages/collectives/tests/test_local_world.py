@@ -1,7 +1,7 @@
 """Ranks as threads: what reaches the caller, who is stopped, and what is left behind."""
 
-import _thread
 import contextvars
+import signal
 import threading
 import time
 
@@ -131,7 +131,8 @@ def test_an_abort_stops_the_world_also_from_a_part_of_it() -> None:
 def test_an_interrupt_of_the_caller_stops_the_ranks() -> None:
     def interrupt(comm: Communicator) -> None:
         if comm.rank == 0:
-            _thread.interrupt_main()
+            # A real signal: interrupt_main() does not wake who is blocked already.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             comm.recv(torch.ones(1), 1).wait()
         while True:
             time.sleep(0.01)
