@@ -9,6 +9,7 @@ from trainwright.collectives.codec import (
     Packing,
     compressed_all_gather,
     compressed_all_gather_with_feedback,
+    compressed_all_reduce,
     compressed_reduce_scatter,
     compressed_reduce_scatter_with_feedback,
 )
@@ -352,6 +353,26 @@ def test_a_rank_that_stays_away_is_named_at_the_timeout():
             ),
             "None begins anew",
         ),
+        (
+            lambda comm: compressed_all_gather(comm, torch.ones(4), torch.ones(2), None),
+            r"expected a codec, such as BlockInt8\(\), got None",
+        ),
+        (
+            lambda comm: compressed_all_gather_with_feedback(
+                comm, torch.ones(4), torch.ones(2), BlockInt8, None
+            ),
+            "expected a codec.*got <class",
+        ),
+        (
+            lambda comm: compressed_reduce_scatter(comm, torch.ones(2), torch.ones(4), None),
+            "expected a codec",
+        ),
+        (
+            lambda comm: compressed_reduce_scatter_with_feedback(
+                comm, torch.ones(2), torch.ones(4), None, None
+            ),
+            "expected a codec",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_sent(mistake, message):
@@ -362,3 +383,32 @@ def test_mistakes_are_refused_before_anything_is_sent(mistake, message):
         return counting.bytes
 
     assert LocalWorld(2).run(body) == [0, 0]
+
+
+class FailingCodec(BlockInt8):
+    """Fails to decode whatever has come, once it has been told to."""
+
+    is_failing = False
+
+    def decode(self, parts, shape, dtype):
+        if FailingCodec.is_failing:
+            raise ZeroDivisionError("on purpose")
+        return super().decode(parts, shape, dtype)
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter", "all_reduce"])
+def test_what_could_not_be_decoded_is_no_result_at_any_later_wait(kind, monkeypatch):
+    def body(comm):
+        codec = FailingCodec(4)
+        if kind == "gather":
+            work = compressed_all_gather(comm, torch.zeros(4), torch.ones(2), codec)
+        elif kind == "scatter":
+            work = compressed_reduce_scatter(comm, torch.zeros(2), torch.ones(4), codec)
+        else:
+            work = compressed_all_reduce(comm, torch.ones(4), codec)
+        monkeypatch.setattr(FailingCodec, "is_failing", True)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError, match="on purpose"):
+                work.wait()
+
+    LocalWorld(2).run(body)

@@ -203,6 +203,7 @@ def test_one_rank_alone_gets_what_its_tensor_is_encoded_to():
         (lambda c: compressed_all_reduce(c, torch.ones(4), BlockInt8(), "sum"), "be a ReduceOp"),
         (lambda c: compressed_all_reduce(c, torch.ones(1).expand(3), BlockInt8()), "share memory"),
         (lambda c: compressed_all_reduce(c, torch.ones(4).long(), BlockInt8()), "int64"),
+        (lambda c: compressed_all_reduce(c, torch.ones(4), None), "expected a codec"),
         (
             lambda c: compressed_all_reduce_with_feedback(
                 c, torch.ones(4), BlockInt8(), torch.ones(3)

@@ -15,7 +15,12 @@ import torch
 
 from trainwright.collectives.checks import check_tensor, check_writable, resolve_reduce_dtype
 from trainwright.collectives.codec.protocol import Codec
-from trainwright.collectives.codec.transfer import add_residual, start_gather, start_scatter
+from trainwright.collectives.codec.transfer import (
+    add_residual,
+    check_codec,
+    start_gather,
+    start_scatter,
+)
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.protocol import Communicator, ReduceOp, Work
 
@@ -48,14 +53,14 @@ def compressed_all_reduce(
         part of sums, and the rounding of the sum.
 
     Raises:
-        UsageError: The tensor cannot be written or is not one that the codec encodes; ``op`` is
-            another one.
+        UsageError: The tensor cannot be written or is not one that the codec encodes; ``codec`` is
+            none; ``op`` is another one.
 
     Communicates:
         One all-to-all now, one all-gather in ``wait``: a rank sends ``2 * (n - 1) * e`` bytes.
     """
     what = "compressed_all_reduce"
-    source = _checked(what, comm, tensor, op)
+    source = _checked(what, comm, tensor, codec, op)
     return _start(comm, source, source, codec, op, timeout_s)
 
 
@@ -93,7 +98,7 @@ def compressed_all_reduce_with_feedback(
         As there.
     """
     what = "compressed_all_reduce_with_feedback"
-    source = _checked(what, comm, tensor, op)
+    source = _checked(what, comm, tensor, codec, op)
     total = add_residual(what, source, residual)
     rows = _rows(source, comm)
     lost = total.new_zeros(comm.size * rows)
@@ -140,10 +145,11 @@ class _WritingWork:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait, then write."""
         self._work.wait(timeout_s)
-        whole, self._whole = self._whole, None
+        whole = self._whole
         if whole is not None:
             with torch.no_grad():
                 self._target.copy_(whole[: self._target.numel()].view(self._target.shape))
+            self._whole = None
 
     def is_done(self, within_s: float = 0.0) -> bool:
         """Return whether everything has come, written or not."""
@@ -180,7 +186,10 @@ def _start(
     return _TwoRoundWork(first, start_second)
 
 
-def _checked(what: str, comm: Communicator, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+def _checked(
+    what: str, comm: Communicator, tensor: torch.Tensor, codec: Codec, op: ReduceOp
+) -> torch.Tensor:
+    check_codec(what, codec)
     source = check_tensor(what, tensor, comm.device)
     check_writable(what, source)
     resolve_reduce_dtype(what, source.dtype, op, None)

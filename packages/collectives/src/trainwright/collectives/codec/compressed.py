@@ -54,12 +54,12 @@ def compressed_all_gather(
         ``codec.error_bound`` of the sender's.
 
     Raises:
-        UsageError: Shapes or dtypes do not fit, or the codec does not encode the dtype.
+        UsageError: Shapes or dtypes do not fit, or the codec is none or does not encode the dtype.
 
     Communicates:
         One all-gather: a rank sends ``(n - 1) * e`` bytes.
     """
-    source = check_gather("compressed_all_gather", comm, output, input)
+    source = check_gather("compressed_all_gather", comm, output, input, codec)
     return start_gather(comm, output, source, codec, codec.encode(source), timeout_s)
 
 
@@ -95,7 +95,7 @@ def compressed_all_gather_with_feedback(
         As there.
     """
     what = "compressed_all_gather_with_feedback"
-    source = check_gather(what, comm, output, input)
+    source = check_gather(what, comm, output, input, codec)
     total = add_residual(what, source, residual)
     parts = codec.encode(total)
     lost = total - codec.decode(parts, total.shape, total.dtype)
@@ -131,14 +131,14 @@ def compressed_reduce_scatter(
         ``codec.error_bound`` over the other ranks, and the rounding of the sum.
 
     Raises:
-        UsageError: Shapes or dtypes do not fit, the codec does not encode the dtype, or ``op`` has
-            no meaning for it.
+        UsageError: Shapes or dtypes do not fit, the codec is none or does not encode the dtype, or
+            ``op`` has no meaning for it.
 
     Communicates:
         One all-to-all: a rank sends ``(n - 1) * e`` bytes.
     """
     what = "compressed_reduce_scatter"
-    source = check_scatter(what, comm, output, input, op)
+    source = check_scatter(what, comm, output, input, codec, op)
     return start_scatter(comm, output, source, codec, op, timeout_s)
 
 
@@ -174,7 +174,7 @@ def compressed_reduce_scatter_with_feedback(
         As there.
     """
     what = "compressed_reduce_scatter_with_feedback"
-    source = check_scatter(what, comm, output, input, op)
+    source = check_scatter(what, comm, output, input, codec, op)
     if op not in _SUMS:
         raise UsageError(
             f"{what}: op={op.name}, but only what SUM and AVG lose can be added to the next call; "

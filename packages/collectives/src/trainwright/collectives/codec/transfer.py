@@ -23,20 +23,28 @@ from trainwright.collectives.protocol import Communicator, ReduceOp, Work
 class DecodingWork:
     """The Work of bytes under way; waiting decodes them."""
 
-    __slots__ = ("_decode", "_work")
+    __slots__ = ("_decode", "_error", "_work")
 
     def __init__(self, work: Work, decode: Callable[[], None]) -> None:
         self._work = work
         self._decode: Callable[[], None] | None = decode
+        self._error: BaseException | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the bytes, then write the result."""
+        """Wait for the bytes, then write the result; where that fails, each wait says so."""
         self._work.wait(timeout_s)
-        decode = self._decode
-        self._decode = None
-        if decode is not None:
+        if self._error is not None:
+            raise self._error
+        decode, self._decode = self._decode, None
+        if decode is None:
+            return
+        try:
             with torch.no_grad():
                 decode()
+        except BaseException as error:
+            # What has been added up in part cannot be begun anew, and is no result.
+            self._error = error
+            raise
 
     def is_done(self, within_s: float = 0.0) -> bool:
         """Return whether the bytes have come, decoded or not."""
@@ -107,10 +115,17 @@ def start_scatter(
     return DecodingWork(work, decode)
 
 
+def check_codec(what: str, codec: object) -> None:
+    """Refuse what neither encodes nor decodes, and a kind of codec in place of a codec."""
+    if isinstance(codec, type) or not isinstance(codec, Codec):
+        raise UsageError(f"{what}: expected a codec, such as BlockInt8(), got {codec!r}")
+
+
 def check_gather(
-    what: str, comm: Communicator, output: torch.Tensor, input: torch.Tensor
+    what: str, comm: Communicator, output: torch.Tensor, input: torch.Tensor, codec: Codec
 ) -> torch.Tensor:
     """Return ``input`` without its graph, or raise where a gather would not work."""
+    check_codec(what, codec)
     source = check_tensor(what, input, comm.device)
     target = check_tensor(what, output, comm.device)
     check_same_dtype(what, target, source)
@@ -120,9 +135,15 @@ def check_gather(
 
 
 def check_scatter(
-    what: str, comm: Communicator, output: torch.Tensor, input: torch.Tensor, op: ReduceOp
+    what: str,
+    comm: Communicator,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    codec: Codec,
+    op: ReduceOp,
 ) -> torch.Tensor:
     """Return ``input`` without its graph, or raise where a reduction would not work."""
+    check_codec(what, codec)
     source = check_tensor(what, input, comm.device)
     target = check_tensor(what, output, comm.device)
     check_same_dtype(what, target, source)
