@@ -132,7 +132,14 @@ def test_gradients_lie_as_their_parameters_do():
         (lambda a, b: plan_buckets([("a", a), ("b", a)]), "'a' and 'b' are the same tensor"),
         (lambda a, b: plan_buckets([("a", a * 2)]), "'a' must be a leaf"),
         (lambda a, b: plan_buckets([("a", a.detach())]), "no parameter is trained"),
-        (lambda a, b: plan_buckets([("a", a)], bucket_bytes=0), "bucket_bytes=0 must be positive"),
+        (lambda a, b: plan_buckets([("a", a)], bucket_bytes=0), "bucket_bytes=0 must be a"),
+        (lambda a, b: plan_buckets([("a", a)], bucket_bytes=2.5), "bucket_bytes=2.5 must be a"),
+        (
+            lambda a, b: plan_buckets([("a", a)], first_bucket_bytes="1"),
+            "first_bucket_bytes='1' must be a positive",
+        ),
+        (lambda a, b: plan_buckets([("a", a)], order=3), "order must be a list of names, got 3"),
+        (lambda a, b: plan_buckets([("a", a)], order=[["a"]]), "order must be a list of names"),
         (lambda a, b: plan_buckets([("a", a), ("b", b)], order=["a", "c"]), "missing: b; unknown"),
         (
             lambda a, b: GradientBuckets([("a", a)], SingleCommunicator(), op=ReduceOp.MAX),
@@ -432,6 +439,27 @@ def test_rebuilding_in_the_middle_of_accumulation_keeps_what_has_been_accumulate
     assert LocalWorld(size).run(body) == [[[7.0, 70.0], [7.0, 70.0]]] * size
 
 
+def test_an_order_of_ones_own_stays_until_that_of_arrival_is_asked_for_again():
+    def body(comm):
+        p = scalars("a", "b", "c")
+        buckets = GradientBuckets(p.items(), comm)
+        seen = []
+        for order in ("bca", None, "abc"):
+            if order is not None:
+                buckets.rebuild(list(order))
+            for name in "bac" if comm.rank else "cba":
+                p[name].backward()
+            buckets.finish()
+            seen.append("".join(buckets.plan.names))
+            if order is None:
+                buckets.rebuild()
+                seen.append("".join(buckets.plan.names))
+        buckets.rebuild()
+        return [*seen, "".join(buckets.plan.names)]
+
+    assert LocalWorld(2).run(body) == [["bca", "bca", "cba", "abc", "cba"]] * 2
+
+
 def test_gradients_may_be_replaced_set_to_none_and_zeroed_at_any_time():
     def body(comm):
         p = scalars("a")
@@ -637,9 +665,23 @@ def frozen(p, comm, buckets):
     p["frozen"].requires_grad_(comm.rank == 1)
 
 
+def create_graph(p, comm, buckets):
+    (p["a"] ** 2).backward(create_graph=comm.rank == 1)
+
+
+def graph_by_hand(p, comm, buckets):
+    p["a"].backward()
+    buckets.finish()
+    if comm.rank == 1:
+        p["a"].grad = p["a"].grad * p["a"]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
+        (create_graph, "rank 1: a got a gradient that is part of a graph"),
+        (graph_by_hand, "rank 1: a got a gradient that is part of a graph"),
         (late, "rank 1: a got a gradient after its bucket had been started"),
         (convert, r"rank 1: a got a gradient float64\[3\] and has room for float32\[\]"),
         (frozen, "rank 1: frozen was frozen and is trained now"),
@@ -722,6 +764,18 @@ def test_sparse_gradients_are_refused_by_name():
         (
             lambda rank, comm: GradientBuckets(3 if rank == 2 else nn.Linear(1, 1), comm),
             r"rank 2 .*: pass a module or its named_parameters\(\), got 3",
+        ),
+        (
+            lambda rank, comm: GradientBuckets(
+                nn.Linear(1, 1), comm, bucket_bytes=None if rank == 2 else 1 << 20
+            ),
+            "rank 2 .*: bucket_bytes=None must be a positive number",
+        ),
+        (
+            lambda rank, comm: GradientBuckets(nn.Linear(1, 1), comm).rebuild(
+                3 if rank == 2 else ["weight", "bias"]
+            ),
+            "rank 2 rebuild: order must be a list of names, got 3",
         ),
         (
             lambda rank, comm: GradientBuckets(

@@ -49,7 +49,14 @@ class Member:
             What is wrong with it if it cannot.
         """
         gradient = self.parameter.grad
-        if gradient is None or self.is_linked:
+        if gradient is None:
+            return None
+        if gradient.requires_grad:
+            return (
+                "got a gradient that is part of a graph, which a reduction would lose; take it "
+                "with torch.autograd.grad(create_graph=True), or .detach() it"
+            )
+        if self.is_linked:
             return None
         place = self.place
         if gradient.layout is not torch.strided:

@@ -41,7 +41,7 @@ class GradientBuckets:
     `finish`: what is already a sum over the ranks would be summed again.
 
     The first `finish` also lays the buckets out anew, in the order in which rank 0's gradients
-    came.
+    came, unless `rebuild` has been given an order.
 
     Args:
         parameters: A module or (name, parameter) pairs; what is not trained now is left out. All
@@ -98,7 +98,8 @@ class GradientBuckets:
         self._buckets: list[Bucket] = []
         self._num_launched = 0
         self._is_accumulating = False
-        self._came: dict[str, None] | None = {}  # in order of arrival, until the first `finish`
+        self._came: dict[str, None] = {}  # in order of arrival, until the first `finish`
+        self._is_first, self._has_own_order = True, False
         self._problems: list[str] = []
         self._lay_out(plan)
         self._hooks = [
@@ -143,9 +144,9 @@ class GradientBuckets:
         Raises:
             UnusedParameterError: A parameter has got no gradient on some rank, and that is not
                 allowed; on every rank alike, naming parameters and ranks.
-            UsageError: A gradient came after its bucket had been started, was sparse or of
-                another shape or dtype than at first, or a parameter has been unfrozen meanwhile;
-                on every rank alike. After these errors no parameter has a gradient.
+            UsageError: A gradient came after its bucket had been started, was sparse, part of a
+                graph (``create_graph``) or of another shape or dtype than at first, or a parameter
+                has been unfrozen; on every rank alike. After these none has a gradient.
 
         Communicates:
             An all-reduce of each bucket that has not been started and one of 4 bytes a parameter,
@@ -170,18 +171,18 @@ class GradientBuckets:
         for name, count, had_one in zip(self._parameters, used_by, had, strict=True):
             if count or had_one:
                 self._members[name].give()
-        if self._came is not None:
+        if self._is_first and not self._has_own_order:
             self.rebuild()
-            self._came = None
+        self._is_first = False
 
     def rebuild(self, order: Sequence[str] | None = None) -> None:
         """Lay the buckets out anew, with what has been accumulated; all ranks call it.
 
-        The first `finish` does so by itself; this is for an order of one's own.
+        The first `finish` does so by itself; this is for an order of one's own, which stays.
 
         Args:
             order: The names in the order in which gradients become ready, the same on all ranks;
-                None: that in which rank 0's came before the first `finish`.
+                None: that in which rank 0's came before the first `finish`, others last.
 
         Raises:
             UsageError: Reductions are under way: `finish` first; ``order`` has other names, or
@@ -194,8 +195,9 @@ class GradientBuckets:
         if self._num_launched:
             raise UsageError("rebuild: reductions are under way; call finish() first")
         problem = plan = None
+        is_own = order is not None
         if order is None:
-            order = agree_on_order(self._comm, self._plan.names, self._came or {})
+            order = agree_on_order(self._comm, self._plan.names, self._came)
         try:
             plan = plan_buckets(
                 self._parameters.items(), bucket_bytes=self._bucket_bytes, order=order
@@ -204,6 +206,7 @@ class GradientBuckets:
             problem = f"rebuild: {error}"
         agree_on_plan(self._comm, self._settings, plan, problem)
         assert plan is not None
+        self._has_own_order = is_own
         if plan != self._plan:
             self._lay_out(plan)
 
@@ -259,7 +262,7 @@ class GradientBuckets:
             self._drop(member, f"{name} {problem}")
         elif gradient is not None:
             member.is_used = True
-            if self._came is not None:
+            if self._is_first:
                 self._came[name] = None
         if self._is_accumulating or member.has_arrived:
             return

@@ -120,14 +120,13 @@ def plan_buckets(
     Raises:
         UsageError: Something else is given; a parameter is given twice, is not a strided leaf or is
             not trained anywhere; a name is given twice; ``order`` has other names; a limit is not
-            positive.
+            a positive int.
     """
     trained = trainable(parameters)
+    _check_limit("bucket_bytes", bucket_bytes)
     if first_bucket_bytes is None:
         first_bucket_bytes = min(_FIRST_BYTES, bucket_bytes)
-    for name, limit in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
-        if limit < 1:
-            raise UsageError(f"plan_buckets: {name}={limit} must be positive")
+    _check_limit("first_bucket_bytes", first_bucket_bytes)
     names = _checked_order(trained, order)
     # Of each dtype and device: the buckets so far, each with the place in `names` of its last one.
     found: dict[tuple[torch.dtype, torch.device], list[tuple[int, list[Slot]]]] = {}
@@ -150,11 +149,18 @@ def plan_buckets(
     return BucketPlan(tuple(bucket for _, bucket in sorted(ready, key=lambda row: row[0])))
 
 
+def _check_limit(name: str, limit: object) -> None:
+    if not isinstance(limit, int) or limit < 1:
+        raise UsageError(f"plan_buckets: {name}={limit!r} must be a positive number of bytes (int)")
+
+
 def _checked_order(
     trained: Mapping[str, torch.Tensor], order: Sequence[str] | None
 ) -> Sequence[str]:
     if order is None:
         return list(trained)[::-1]
+    if not isinstance(order, Sequence) or not all(isinstance(name, str) for name in order):
+        raise UsageError(f"order must be a list of names, got {order!r}")
     if len(order) != len(trained) or set(order) != set(trained):
         missing = sorted(set(trained) - set(order))
         strange = sorted(set(order) - set(trained))
