@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from trainwright.collectives.buffer_watch import BufferWatch, Owned, OwningWork
+from trainwright.collectives.checks import check_messages
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.flight import find_place
 from trainwright.collectives.placing import PlacingInside
@@ -215,6 +216,7 @@ class Watched(PlacingInside):
         def start() -> Work:
             return self._comm.exchange(messages, timeout_s=timeout_s)
 
+        check_messages(messages)
         written = [message.tensor for message in messages if isinstance(message, Recv)]
         return self._own("exchange", start, written, [message.tensor for message in messages])
 
