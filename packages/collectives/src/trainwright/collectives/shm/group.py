@@ -141,9 +141,12 @@ class ShmBackend:
                 return
 
     def collect(self) -> None:
-        """Reuse the blocks of collectives that all have finished."""
+        """Reuse the blocks of collectives that all have finished, this rank too.
+
+        Where the others have finished, answers to this rank may still lie in its block.
+        """
         blocks = self._blocks
-        while blocks and self.table.are_finished(blocks[0][0]):
+        while blocks and self.table.is_over(blocks[0][0]):
             _, offset, num_bytes = blocks.popleft()
             self.domain.arena.give_back(offset, num_bytes)
 
