@@ -148,6 +148,30 @@ def test_split_backwards_give_bit_for_bit_the_gradients_of_whole_ones(
     assert result.whole_backwards == 0
 
 
+class Complex(nn.Module):
+    """Every product that is taken apart, of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.complex128)
+        self.factor = nn.Parameter(torch.empty(WIDTH, WIDTH, dtype=torch.complex128))
+        self.bias = nn.Parameter(torch.empty(WIDTH, dtype=torch.complex128))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        rows_ND = (self.linear(hidden_BSD * (1 + 2j)) @ self.factor).flatten(0, 1)
+        return torch.addmm(self.bias, rows_ND, self.factor).abs()
+
+
+def test_split_backwards_of_complex_products_give_the_gradients_of_whole_ones() -> None:
+    whole, split, result = whole_and_split(Complex)
+
+    assert_same(gradients_of(split), gradients_of(whole), 1e-12)
+    assert result.unsplit == {}
+
+
 SPLIT_SCHEDULES = ("zb-h1", "zb-h2", "zb-v", "dualpipe-v", "interleaved-1f1b", "1f1b")
 
 

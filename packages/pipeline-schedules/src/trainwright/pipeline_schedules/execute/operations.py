@@ -47,7 +47,7 @@ class Linear:
         if not ctx.needs_input_grad[0]:
             return (None, None, None)
         input, weight = ctx.saved_tensors
-        return (_rows(gradient).mm(weight).view(input.shape), None, None)
+        return (_rows(gradient).mm(weight.conj()).view(input.shape), None, None)
 
     @staticmethod
     def weight_gradient(ctx: Any, gradient: torch.Tensor) -> Gradients:
@@ -55,7 +55,7 @@ class Linear:
         rows = _rows(gradient)
         of_weight = of_bias = None
         if ctx.needs_input_grad[1]:
-            of_weight = rows.t().mm(_rows(ctx.saved_tensors[0]))
+            of_weight = rows.t().mm(_rows(ctx.saved_tensors[0]).conj())
         if ctx.needs_input_grad[2]:
             of_bias = rows.sum(0)
         return (of_weight, of_bias)
@@ -78,12 +78,12 @@ class Product:
         if not ctx.needs_input_grad[0]:
             return (None, None)
         input, weight = ctx.saved_tensors
-        return (_rows(gradient).mm(weight.t()).view(input.shape), None)
+        return (_rows(gradient).mm(weight.t().conj()).view(input.shape), None)
 
     @staticmethod
     def weight_gradient(ctx: Any, gradient: torch.Tensor) -> Gradients:
         """The gradient of the weight."""
-        return (_rows(ctx.saved_tensors[0]).t().mm(_rows(gradient)),)
+        return (_rows(ctx.saved_tensors[0]).t().conj().mm(_rows(gradient)),)
 
 
 class BiasedProduct:
@@ -104,7 +104,7 @@ class BiasedProduct:
         """The gradient of the input."""
         of_input = None
         if ctx.needs_input_grad[1]:
-            of_input = gradient.mm(ctx.saved_tensors[1].t())
+            of_input = gradient.mm(ctx.saved_tensors[1].t().conj())
         return (None, of_input, None)
 
     @staticmethod
@@ -114,7 +114,7 @@ class BiasedProduct:
         if ctx.needs_input_grad[0]:
             of_bias = gradient.sum(0)
         if ctx.needs_input_grad[2]:
-            of_weight = ctx.saved_tensors[0].t().mm(gradient)
+            of_weight = ctx.saved_tensors[0].t().conj().mm(gradient)
         return (of_bias, of_weight)
 
 
