@@ -217,6 +217,18 @@ def test_weights_that_change_between_forward_and_backward_are_refused() -> None:
         single(SPLIT, stage, loss=loss).step(one, divisor=1.0)
 
 
+def test_an_input_that_changes_between_i_and_its_w_is_refused() -> None:
+    buffer = torch.empty(1, 1)
+
+    def inputs(number: int, microbatch: int) -> Mapping[str, Any]:
+        return {"input": buffer.fill_(1.0 + microbatch)}
+
+    rows = [(Kind.F, 0, 0), (Kind.I, 0, 0), (Kind.F, 0, 1), (Kind.I, 0, 1)]
+    rows += [(Kind.W, 0, 0), (Kind.W, 0, 1)]
+    with pytest.raises(PipelineError, match="kept from I to W was changed in place"):
+        single(rows, nn.Linear(1, 1)).step(inputs, divisor=1.0)
+
+
 def test_a_step_that_raised_leaves_nothing_owed() -> None:
     stage = Scale()
     fails = True

@@ -186,8 +186,22 @@ class Call:
         wanted = tuple(self.needs_input_grad[place] for place in self._operation.weights)
         trained = tuple(w for w, is_wanted in zip(self._weights, wanted, strict=True) if is_wanted)
         self._weights = ()
+        self._versions = _versions(self.saved_tensors)
         self._debts.add(Owed(self._operation, self, gradients, trained, wanted, self._parameters))
         return tuple(of_arguments[place] for place in self.inputs) or (None,)
+
+    def require_unchanged(self) -> None:
+        """Autograd watches what it keeps, which ends with I; refuse what was changed before W.
+
+        Raises:
+            PipelineError: A tensor that waits for W was changed in place.
+        """
+        if _versions(self.saved_tensors) != self._versions:
+            raise PipelineError(
+                f"a tensor that a {self._operation.__name__} kept from I to W was changed in "
+                f"place, so that the weight gradients would be wrong; give each microbatch inputs "
+                f"of its own"
+            )
 
     def _take_kept(self, by_reference: tuple[int | None, ...]) -> list[torch.Tensor | None]:
         saved, self.saved_tensors = self.saved_tensors, ()
@@ -231,8 +245,8 @@ class _Keeper(torch.autograd.Function):
         return anchor.detach()
 
 
-def _versions(weights: Iterable[Any]) -> list[int]:
-    return [weight._version for weight in weights if weight is not None]
+def _versions(tensors: Iterable[Any]) -> list[int]:
+    return [tensor._version for tensor in tensors if tensor is not None]
 
 
 def _index(tensor: object, weights: tuple[Any, ...]) -> int | None:

@@ -40,7 +40,12 @@ class Owed:
     parameters: tuple[nn.Parameter, ...]
 
     def compute(self) -> list[torch.Tensor | None]:
-        """The gradients of ``weights``."""
+        """The gradients of ``weights``.
+
+        Raises:
+            PipelineError: What they are computed from was changed meanwhile.
+        """
+        self.context.require_unchanged()
         found = self.operation.weight_gradient(self.context, *self.gradients)
         return [g for g, is_wanted in zip(found, self.wanted, strict=True) if is_wanted]
 
