@@ -137,9 +137,14 @@ def test_an_interrupt_of_the_caller_stops_the_ranks() -> None:
         while True:
             time.sleep(0.01)
 
+    # Shells let what runs in the background ignore it.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        LocalWorld(2).run(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            LocalWorld(2).run(interrupt)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
     assert time.monotonic() - start < 5.0
     assert num_rank_threads() == 0

@@ -164,6 +164,20 @@ def any_number_of_operations_may_be_under_way(comm: SharedMemoryCommunicator) ->
     assert came.tolist() == [float(number) for number in range(150)]
 
 
+def answers_stay_until_they_are_collected(comm: SharedMemoryCommunicator) -> None:
+    ranks = sum(range(comm.size))
+    with torch.inference_mode():
+        comm.all_reduce(torch.ones(70_000)).wait()
+    for turn in range(120):
+        tensors = [torch.full((70_000,), float(turn + n + comm.rank)) for n in range(4)]
+        # The others may have ended the first when this rank makes room for the last.
+        works = [comm.all_reduce(tensor) for tensor in tensors]
+        for work in reversed(works):
+            work.wait()
+        for n, tensor in enumerate(tensors):
+            assert bool((tensor == float((turn + n) * comm.size + ranks)).all())
+
+
 def a_rank_that_computes_holds_nobody_up(comm: SharedMemoryCommunicator) -> None:
     tensor = torch.full((500_000,), 1.0 + comm.rank)
     comm.barrier()
@@ -407,6 +421,7 @@ SECTIONS = (
     tensors_may_live_in_shared_memory_on_some_ranks,
     groups_do_not_wait_for_each_other,
     any_number_of_operations_may_be_under_way,
+    answers_stay_until_they_are_collected,
     a_rank_that_computes_holds_nobody_up,
     different_calls_raise_on_every_rank_alike,
     memory_is_used_again,

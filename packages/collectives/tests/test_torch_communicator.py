@@ -320,7 +320,7 @@ def calls_that_differ_are_told_by_all_within_seconds(world: TorchCommunicator) -
         comm = watched_pair_of(number, world)
         call = on_three if comm.rank == 3 else on_others
         error, seconds = failing(lambda comm=comm, call=call: call(comm), UsageError)
-        assert seconds < 5.0
+        assert seconds < 15.0  # with room for a busy machine; the timeout is longer
         assert all(part in str(error) for part in expected), error
         told = all_gather_object(world, str(error))
         assert len(set(told)) == 1

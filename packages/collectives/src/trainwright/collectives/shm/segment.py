@@ -63,7 +63,9 @@ class Segment:
         if found is None:
             if len(self._views) >= _MAX_CACHED:
                 self._views.clear()
-            found = self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+            # Kept for calls outside of inference mode, which may not write what is made inside.
+            with torch.inference_mode(False):
+                found = self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
             self._views[key] = found
         return found
 
