@@ -44,6 +44,14 @@ def test_every_action_is_drawn_once_on_the_line_of_its_rank(schedule: Schedule) 
         assert words == names
 
 
+def test_columns_that_are_not_shown_take_no_memory() -> None:
+    lines = draw(simulate(gpipe(2, 1), Costs(forward=1e-9, backward=1e9))).splitlines()
+    assert lines[1].startswith("rank 0 | F0 .  .  .")
+    assert lines[2].startswith("rank 1 | .  F0 B0 =  =")
+    assert len(lines[2].split("|")[1].split()) == 200
+    assert int(lines[-1].split()[0]) > 10**15
+
+
 def test_stages_are_named_where_a_rank_has_several() -> None:
     program = [Action(Kind.F, 0, 0), Action(Kind.F, 1, 0), Action(Kind.B, 1, 0)]
     schedule = Schedule([[*program, Action(Kind.B, 0, 0)]], [0, 0], 1, "two in one")

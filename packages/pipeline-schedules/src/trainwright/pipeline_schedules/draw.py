@@ -12,6 +12,7 @@ from trainwright.pipeline_schedules.schedule import Schedule
 from trainwright.pipeline_schedules.simulate import Simulation, Times, simulate
 
 _IDLE, _GOES_ON = ".", "="
+_MOST_COLUMNS = 2.0**53
 _MEANING = {
     Kind.F: "F forward",
     Kind.F_PAIRED: "F followed by what it overlaps with",
@@ -44,8 +45,7 @@ def draw(run: Schedule | Simulation, *, unit: float | None = None, max_columns: 
         raise ScheduleError(f"unit must be positive, got {unit}")
     if max_columns < 1:
         raise ScheduleError(f"max_columns must be at least 1, got {max_columns}")
-    grid, hidden = _lines(simulation, column)
-    shown = [(label, cells[:max_columns]) for label, cells in grid]
+    shown, columns, hidden = _lines(simulation, column, max_columns)
     width = max(len(cell) for _, cells in shown for cell in cells)
     indent = max(len(label) for label, _ in shown)
     lines = [
@@ -55,34 +55,39 @@ def draw(run: Schedule | Simulation, *, unit: float | None = None, max_columns: 
     notes = [_legend(simulation, column)]
     if hidden:
         notes.append(f"{hidden} actions shorter than a column are not shown")
-    columns = len(grid[0][1])
     if columns > max_columns:
         notes.append(f"{columns - max_columns} more columns are not shown")
     return "\n".join([_title(simulation), *lines, *notes])
 
 
-def _lines(simulation: Simulation, unit: float) -> tuple[list[tuple[str, list[str]]], int]:
-    """For each line of the drawing its label and the text of every column; how many are hidden."""
+def _lines(
+    simulation: Simulation, unit: float, most: int
+) -> tuple[list[tuple[str, list[str]]], int, int]:
+    """For each line its label and the text of the columns shown; all columns; actions hidden."""
     moves = simulation.moves
     runs = [simulation] if moves is None else [simulation, moves]
     origin = min(float(run.starts.min()) for run in runs)
-    grids = [_grid(run, unit, origin) for run in runs]
+    grids = [_grid(run, unit, origin, most) for run in runs]
     ranks = [f"rank {rank}" for rank in range(simulation.schedule.num_ranks)]
     lines = list(zip(ranks, grids[0][0], strict=True))
     if moves is not None:
         pairs = zip(lines, grids[1][0], strict=True)
         lines = [line for own, below in pairs for line in (own, ("", below))]
-    columns = max(len(cells) for _, cells in lines)
-    padded = [(label, cells + [_IDLE] * (columns - len(cells))) for label, cells in lines]
-    return padded, sum(hidden for _, hidden in grids)
+    shown = max(len(cells) for _, cells in lines)
+    padded = [(label, cells + [_IDLE] * (shown - len(cells))) for label, cells in lines]
+    return padded, max(columns for _, columns, _ in grids), sum(hidden for _, _, hidden in grids)
 
 
-def _grid(simulation: Simulation, unit: float, origin: float) -> tuple[list[list[str]], int]:
-    """For each rank the text of every column, and how many actions found no column."""
+def _grid(
+    simulation: Simulation, unit: float, origin: float, most: int
+) -> tuple[list[list[str]], int, int]:
+    """For each rank the text of the columns shown; all columns; actions that found no column."""
     schedule = simulation.schedule
     first = _columns(simulation.starts - origin, unit)
     last = np.maximum(_columns(simulation.ends - origin, unit), first + 1)
-    grid = [[_IDLE] * int(last.max()) for _ in schedule.actions]
+    columns = int(last.max())
+    shown = min(columns, most)
+    grid = [[_IDLE] * shown for _ in schedule.actions]
     free = [0] * schedule.num_ranks
     hidden = 0
     for row, (rank, action) in enumerate(schedule):
@@ -90,14 +95,19 @@ def _grid(simulation: Simulation, unit: float, origin: float) -> tuple[list[list
         if begin < free[rank]:
             hidden += 1
             continue
-        grid[rank][begin:end] = [_name(schedule, action)] + [_GOES_ON] * (end - begin - 1)
         free[rank] = end
-    return grid, hidden
+        if begin < shown:
+            going_on = min(end, shown) - begin - 1
+            grid[rank][begin : begin + 1 + going_on] = [
+                _name(schedule, action),
+                *[_GOES_ON] * going_on,
+            ]
+    return grid, columns, hidden
 
 
 def _columns(times: Times, unit: float) -> NDArray[np.int64]:
     # Halves always go up: two starts one column apart must not round to the same column.
-    return np.floor(times / unit + 0.5).astype(np.int64)
+    return np.minimum(np.floor(times / unit + 0.5), _MOST_COLUMNS).astype(np.int64)
 
 
 def _name(schedule: Schedule, action: Action) -> str:
