@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 
 from trainwright.pipeline_schedules.actions import FORWARD_KINDS, Kind
 from trainwright.pipeline_schedules.errors import ScheduleError
-from trainwright.pipeline_schedules.memory import as_value, per_stage
+from trainwright.pipeline_schedules.memory import PerStage, as_value, per_stage
 
 _Numbers = float | tuple[float, ...]
+_LARGEST = 1e290
 
 
 @attrs.frozen
@@ -70,14 +71,14 @@ class Costs:
             ScheduleError: Negative or infinite costs, or not one for each stage.
         """
         table = np.zeros((max(Kind) + 1, stages))
-        table[list(FORWARD_KINDS)] = per_stage("forward", self.forward, stages)
-        table[Kind.I] = per_stage("input_gradient", self.input_gradient, stages)
-        table[Kind.W] = per_stage("weight_gradient", self.weight_gradient, stages)
+        table[list(FORWARD_KINDS)] = _times("forward", self.forward, stages)
+        table[Kind.I] = _times("input_gradient", self.input_gradient, stages)
+        table[Kind.W] = _times("weight_gradient", self.weight_gradient, stages)
         table[Kind.B] = table[Kind.I] + table[Kind.W]
         if self.backward is not None:
-            table[Kind.B] = per_stage("backward", self.backward, stages)
-        table[Kind.GATHER] = per_stage("gather", self.gather, stages)
-        table[Kind.REDUCE] = per_stage("reduce", self.reduce, stages)
+            table[Kind.B] = _times("backward", self.backward, stages)
+        table[Kind.GATHER] = _times("gather", self.gather, stages)
+        table[Kind.REDUCE] = _times("reduce", self.reduce, stages)
         return table
 
     def pairs(self, stages: int) -> NDArray[np.float64] | None:
@@ -86,7 +87,7 @@ class Costs:
         Raises:
             ScheduleError: Negative or infinite costs, or not one for each stage.
         """
-        return None if self.pair is None else per_stage("pair", self.pair, stages)
+        return None if self.pair is None else _times("pair", self.pair, stages)
 
     def transfers(self, stages: int) -> NDArray[np.float64]:
         """Time that each boundary adds where its stages are on different ranks: ``[stages - 1]``.
@@ -96,14 +97,28 @@ class Costs:
         """
         if stages == 1:
             return np.zeros(0)
-        delay = per_stage("latency", self.latency, stages - 1)
+        delay = _times("latency", self.latency, stages - 1)
         if self.boundary_bytes is None or self.bandwidth is None:
             return delay
         num_bytes = per_stage("boundary_bytes", self.boundary_bytes, stages - 1)
         bandwidth = per_stage("bandwidth", self.bandwidth, stages - 1)
         if not (bandwidth > 0).all():
             raise ScheduleError(f"bandwidth must be positive, got {self.bandwidth}")
-        return delay + num_bytes / bandwidth
+        with np.errstate(over="ignore"):
+            times = num_bytes / bandwidth
+        return delay + _times("boundary_bytes / bandwidth", times, stages - 1)
+
+
+def _times(name: str, value: PerStage, number: int) -> NDArray[np.float64]:
+    """One time for each, so small that all of a schedule can be added up.
+
+    Raises:
+        ScheduleError: Negative, too large, or not as many as needed.
+    """
+    times = per_stage(name, value, number)
+    if times.max(initial=0.0) > _LARGEST:
+        raise ScheduleError(f"{name} must be at most {_LARGEST:g}, got {times.max():g}")
+    return times
 
 
 UNIT_COSTS = Costs()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,8 @@ from trainwright.pipeline_schedules.schedule import Rows
 
 Turn = tuple[Kind, int, int]
 """Kind, stage, and microbatch in the first cycle."""
+
+_LARGEST = 2**31 - 1
 
 
 def in_turn(cycles: int, turns: Sequence[Turn]) -> Rows:
@@ -33,11 +36,17 @@ def joined(phases: Sequence[Rows], microbatches: int) -> Rows:
 
 
 def require_positive(**sizes: int) -> None:
-    """Every size is at least 1.
+    """Every size is at least 1, and their product, the number of forwards, fits an int32.
 
     Raises:
-        ScheduleError: One is not.
+        ScheduleError: One is not, or they are too many.
     """
     for name, size in sizes.items():
         if size < 1:
             raise ScheduleError(f"{name} must be at least 1, got {size}")
+    number = math.prod(sizes.values())
+    if number > _LARGEST:
+        raise ScheduleError(
+            f"{' times '.join(sizes)} must be at most {_LARGEST}, since actions are numbered in "
+            f"int32, got {number}"
+        )

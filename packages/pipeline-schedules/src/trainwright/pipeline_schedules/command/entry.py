@@ -40,6 +40,9 @@ def main(words: list[str]) -> int:
     except (ScheduleError, OSError) as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return 2
+    except MemoryError:
+        sys.stderr.write("error: there is not enough memory; take fewer stages or microbatches\n")
+        return 2
     return 0
 
 

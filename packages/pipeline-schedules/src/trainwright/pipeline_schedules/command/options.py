@@ -39,7 +39,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line; ends the process with code 2 and one line where it is wrong."""
     top = _OneLine(
         prog="python -m trainwright.pipeline_schedules",
-        description="Show, compare and search pipeline schedules; all are verified first.",
+        description="Show, compare and search pipeline schedules; tables are verified first.",
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_show(commands.add_parser("show", help="draw a generated schedule, or one from a table"))
