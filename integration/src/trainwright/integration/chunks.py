@@ -81,7 +81,7 @@ def join(stages: Iterable[DecoderStage]) -> nn.Module:
     for stage in stages:
         for name, module in stage.model.items():
             if isinstance(module, nn.ModuleDict):
-                layers.update(module)
+                layers.update(dict(module.items()))
             else:
                 model[name] = module
     whole = nn.Module()
