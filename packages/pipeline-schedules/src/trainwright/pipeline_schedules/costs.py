@@ -105,8 +105,9 @@ class Costs:
         if not (bandwidth > 0).all():
             raise ScheduleError(f"bandwidth must be positive, got {self.bandwidth}")
         with np.errstate(over="ignore"):
-            times = num_bytes / bandwidth
-        return delay + _times("boundary_bytes / bandwidth", times, stages - 1)
+            times = (num_bytes / bandwidth).tolist()
+        moving = _times("boundary_bytes / bandwidth", times, stages - 1)
+        return delay + moving
 
 
 def _times(name: str, value: PerStage, number: int) -> NDArray[np.float64]:
