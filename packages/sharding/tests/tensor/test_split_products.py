@@ -51,7 +51,9 @@ class Halves(TorchFunctionMode):
             return operation.forward(context, *args)
 
 
-def _layers(comm: Communicator, way: str, count: int) -> list[ColumnParallelLinear]:
+def _layers(
+    comm: Communicator, way: str, count: int, dtype: torch.dtype = torch.float64
+) -> list[ColumnParallelLinear]:
     sequence = None
     if way != "replicated":
         keeps = (
@@ -67,7 +69,7 @@ def _layers(comm: Communicator, way: str, count: int) -> list[ColumnParallelLine
             bias=True,
             input_is_entered=way == "entered",
             sequence=sequence,
-            dtype=torch.float64,
+            dtype=dtype,
         )
         for _ in range(count)
     ]
@@ -80,9 +82,9 @@ def _input(comm: Communicator, way: str) -> torch.Tensor:
     return whole.clone().requires_grad_()
 
 
-def _draw(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def _draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
+    return torch.randn(shape, dtype=dtype, generator=generator)
 
 
 def _entered(comm: Communicator, way: str, given: torch.Tensor) -> torch.Tensor:
@@ -142,3 +144,30 @@ def test_input_and_weight_gradient_together_are_the_backward(ranks: int, way: st
             torch.testing.assert_close(of_bias, layer.bias.grad)
 
     LocalWorld(ranks).run(work)
+
+
+@pytest.mark.parametrize("way", ["replicated", "shards", "whole", "entered"])
+def test_complex_products_have_the_gradients_of_the_serial_ones(way: str) -> None:
+    dtype = torch.complex128
+    weight, given = _draw((7, 3), 1, dtype), _draw((2, LENGTH, 3), 2, dtype)
+    gradient = _draw((2, LENGTH, 7), 3, dtype)
+    serial_weight, serial_given = weight.clone().requires_grad_(), given.clone().requires_grad_()
+    torch.nn.functional.linear(serial_given, serial_weight).backward(gradient)
+
+    def work(comm: Communicator) -> None:
+        rows, places = Cut.balanced(7, comm.size), Cut.uneven(LENGTH, comm.size)
+        is_whole = way == "replicated"
+        mine = given if is_whole else places.take(given, 1, comm.rank)
+        mine = mine.clone().requires_grad_()
+        [layer] = _layers(comm, way, 1, dtype)
+        layer.weight.data = rows.take(weight, 0, comm.rank).clone()
+        layer.bias.data.zero_()
+
+        layer(_entered(comm, way, mine)).backward(rows.take(gradient, 2, comm.rank))
+
+        expected = serial_given.grad if is_whole else places.take(serial_given.grad, 1, comm.rank)
+        torch.testing.assert_close(mine.grad, expected)
+        expected = rows.take(serial_weight.grad, 0, comm.rank)
+        torch.testing.assert_close(layer.weight.grad, expected)
+
+    LocalWorld(2).run(work)

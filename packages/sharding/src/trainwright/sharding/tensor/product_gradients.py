@@ -39,7 +39,7 @@ def differentiable_gradients(
     ctx: Any, gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor
 ) -> Gradients:
     """Return all gradients of a product, so that they have gradients themselves."""
-    given = gradient @ weight if ctx.needs_input_grad[0] else None
+    given = gradient @ weight.conj() if ctx.needs_input_grad[0] else None
     return given, *weight_gradients(ctx, gradient, input)
 
 
@@ -50,7 +50,7 @@ def weight_gradients(
     rows = _to_rows(gradient)
     of_weight = None
     if ctx.needs_input_grad[1]:
-        of_weight = rows.t() @ _to_rows(input).to(rows.dtype)
+        of_weight = rows.t() @ _to_rows(input).to(rows.dtype).conj()
     return of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 

@@ -134,7 +134,7 @@ class _ReplicatedProduct(torch.autograd.Function):
             given, *rest = differentiable_gradients(ctx, gradient, input, weight)
             total = None if given is None else differentiable.partial_to_replicate(given, ctx.tp)
             return total, *rest, None
-        summing = start_sum(gradient @ weight, ctx.tp) if ctx.needs_input_grad[0] else None
+        summing = start_sum(gradient @ weight.conj(), ctx.tp) if ctx.needs_input_grad[0] else None
         own = weight_gradients(ctx, gradient, input)
         return finished(summing), *own, None
 
@@ -144,7 +144,7 @@ class _ReplicatedProduct(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         _, weight = ctx.saved_tensors
-        return start_sum(gradient @ weight, ctx.tp).finish(), None, None, None
+        return start_sum(gradient @ weight.conj(), ctx.tp).finish(), None, None, None
 
     @staticmethod
     def weight_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -185,7 +185,7 @@ class _GatheredProduct(torch.autograd.Function):
             gathering = start_gather(kept, ctx.tp, sequence.dim, ctx.length)
         summing = None
         if ctx.needs_input_grad[0]:
-            summing = start_sum_of_parts(gradient @ weight, ctx.tp, sequence.dim)
+            summing = start_sum_of_parts(gradient @ weight.conj(), ctx.tp, sequence.dim)
         whole = kept if gathering is None else gathering.finish()
         own = weight_gradients(ctx, gradient, whole)
         return finished(summing), *own, None, None, None
@@ -196,7 +196,7 @@ class _GatheredProduct(torch.autograd.Function):
         given = None
         if ctx.needs_input_grad[0]:
             _, weight = ctx.saved_tensors
-            given = start_sum_of_parts(gradient @ weight, ctx.tp, ctx.sequence.dim).finish()
+            given = start_sum_of_parts(gradient @ weight.conj(), ctx.tp, ctx.sequence.dim).finish()
         return given, None, None, None, None, None
 
     @staticmethod
@@ -236,7 +236,7 @@ class _EnteredProduct(torch.autograd.Function):
             return *differentiable_gradients(ctx, gradient, whole, weight), None, None
         if ctx.needs_input_grad[1]:
             regather.start(part)
-        given = gradient @ weight if ctx.needs_input_grad[0] else None
+        given = gradient @ weight.conj() if ctx.needs_input_grad[0] else None
         whole = regather.take() if ctx.needs_input_grad[1] else part
         return given, *weight_gradients(ctx, gradient, whole), None, None
 
@@ -244,7 +244,7 @@ class _EnteredProduct(torch.autograd.Function):
     def input_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of what was gathered."""
         _, weight = ctx.saved_tensors
-        given = gradient @ weight if ctx.needs_input_grad[0] else None
+        given = gradient @ weight.conj() if ctx.needs_input_grad[0] else None
         return given, None, None, None, None
 
     @staticmethod
