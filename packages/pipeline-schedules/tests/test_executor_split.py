@@ -320,6 +320,25 @@ def test_frozen_weights_and_biases_stay_without_gradients(trained: str) -> None:
     assert_same(gradients_of(split), gradients_of(whole))
 
 
+def test_a_weight_frozen_after_its_forward_gets_nothing_as_in_a_whole_backward() -> None:
+    made: list[Named] = []
+
+    def make() -> nn.Module:
+        made.append(Named(nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH, dtype=torch.float64))))
+        nn.init.constant_(made[-1].stage[1].weight, 0.1)
+        nn.init.constant_(made[-1].stage[1].bias, 0.1)
+        return made[-1]
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        for named in made:
+            named.stage[1].weight.requires_grad_(False)
+        return squares(output)
+
+    whole, split, _ = whole_and_split(make, loss=loss)
+
+    assert_same(gradients_of(split), gradients_of(whole))
+
+
 class Named(nn.Module):
     """Takes the input by the name that the tests give it."""
 

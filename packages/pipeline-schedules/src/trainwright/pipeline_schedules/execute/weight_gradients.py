@@ -101,7 +101,8 @@ class WeightGradients:
         Returns:
             How many nodes of autograd that took.
         """
-        debts = self._owed.pop(slot, [])
+        # As in a whole backward, what was frozen since its forward gets nothing.
+        debts = [debt for debt in self._owed.pop(slot, []) if debt.token.requires_grad]
         if debts:
             tokens = [debt.token for debt in debts]
             torch.autograd.backward(tokens, [self._one_on(token.device) for token in tokens])
