@@ -83,6 +83,22 @@ def test_comparing_prints_a_line_for_each_generator(capsys: pytest.CaptureFixtur
     assert rows["zb-v"][:3] == ["2", "99.5", "96"]
 
 
+def test_costs_of_transfers_and_of_weights_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("0UNSHARD,0F0,0B0,0RESHARD,0REDUCE_GRAD\n", encoding="ascii")
+
+    def makespan(words: list[str], costs: str) -> float:
+        assert main(["show", *words, "--json", "--costs", costs]) == 0
+        return json.loads(capsys.readouterr().out)["makespan"]
+
+    gpipe = ["gpipe", "--stages", "2", "--microbatches", "2"]
+    assert makespan(gpipe, "bytes=6,bandwidth=4,latency=1") == makespan(gpipe, "latency=2.5")
+    assert makespan(gpipe, "latency=2.5") == makespan(gpipe, "F=1") + 5
+    assert makespan([str(table)], "gather=3,reduce=4") == makespan([str(table)], "F=1") + 7
+
+
 def test_searching_shows_what_was_found_and_its_bound(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["search", "--stages", "2", "--microbatches", "3", "--memory-limit", "3"]
     assert main([*words, "--costs", "F=1:2,I=1,W=0.5,latency=0.25"]) == 0
@@ -112,6 +128,7 @@ def test_searching_shows_what_was_found_and_its_bound(capsys: pytest.CaptureFixt
         (["show", "1f1b", *SIZES, "--costs", "F=1:2"], "forward must be one number or one for"),
         (["show", "1f1b", *SIZES, "--svg", "/no/folder/x.svg"], "No such file"),
         (["compare", *SIZES, "--costs", "F=1:2:3:4"], "need one forward for all"),
+        (["show", "1f1b", *SIZES, "--costs", "F=1e-320,I=0,W=0", "--svg"], "cannot be drawn"),
         (["search", *SIZES, "--memory-limit", "0.5"], "no schedule holds no more"),
         (["search", "--stages", "-3", "--microbatches", "4"], "rank_of_stage must name a rank"),
     ],

@@ -210,6 +210,13 @@ def test_sizes_below_one_are_refused_by_name(name: str, sizes: tuple[int, int]) 
         GENERATORS[name].make(*sizes)
 
 
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("sizes", [(2.0, 4), (2, 4.0)])
+def test_sizes_that_are_no_whole_numbers_are_refused(name: str, sizes: tuple[int, int]) -> None:
+    with pytest.raises(ScheduleError, match="must be a whole number, got"):
+        GENERATORS[name].make(*sizes)
+
+
 def test_numbers_of_chunks_that_a_generator_has_not_are_refused_with_those_that_have_any() -> None:
     with pytest.raises(ScheduleError) as caught:
         GENERATORS["zb-v"].make(4, 8, 3)

@@ -33,3 +33,9 @@ def test_fewer_layers_than_stages_are_refused_and_both_are_named() -> None:
         split_layers(3, 4)
     with pytest.raises(ScheduleError, match="stages must be at least 1, got 0"):
         split_layers(3, 0)
+
+
+@pytest.mark.parametrize(("num_layers", "stages"), [(4.0, 2), (4, 2.0), ("4", 2)])
+def test_numbers_that_are_not_whole_are_refused(num_layers: object, stages: object) -> None:
+    with pytest.raises(ScheduleError, match="must be a whole number"):
+        split_layers(num_layers, stages)  # type: ignore[arg-type]

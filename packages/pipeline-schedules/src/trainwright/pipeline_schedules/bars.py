@@ -101,6 +101,16 @@ def bars_of(run: Run) -> list[Bar]:
     return [attrs.evolve(bar, start=bar.start - begin, stop=bar.stop - begin) for bar in bars]
 
 
+def headline(simulation: Simulation) -> str:
+    """What a simulated run is, in one line."""
+    schedule = simulation.schedule
+    return (
+        f"{schedule.name or 'schedule'}: {schedule.num_stages} stages on {schedule.num_ranks} "
+        f"ranks, {schedule.num_microbatches} microbatches, makespan {simulation.makespan:g}, "
+        f"bubble {simulation.bubble:.1%} over ideal"
+    )
+
+
 def _simulated(simulation: Simulation) -> Iterator[Bar]:
     runs = [simulation] if simulation.moves is None else [simulation, simulation.moves]
     for run in runs:

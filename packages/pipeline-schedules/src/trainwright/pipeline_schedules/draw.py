@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.pipeline_schedules.actions import Action, Kind
+from trainwright.pipeline_schedules.bars import headline
 from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.schedule import Schedule
 from trainwright.pipeline_schedules.simulate import Simulation, Times, simulate
@@ -57,7 +58,7 @@ def draw(run: Schedule | Simulation, *, unit: float | None = None, max_columns: 
         notes.append(f"{hidden} actions shorter than a column are not shown")
     if columns > max_columns:
         notes.append(f"{columns - max_columns} more columns are not shown")
-    return "\n".join([_title(simulation), *lines, *notes])
+    return "\n".join([headline(simulation), *lines, *notes])
 
 
 def _lines(
@@ -122,15 +123,6 @@ def _name(schedule: Schedule, action: Action) -> str:
 
 def _has_several_stages_a_rank(schedule: Schedule) -> bool:
     return len(set(schedule.rank_of_stage)) < schedule.num_stages
-
-
-def _title(simulation: Simulation) -> str:
-    schedule = simulation.schedule
-    return (
-        f"{schedule.name or 'schedule'}: {schedule.num_stages} stages on {schedule.num_ranks} "
-        f"ranks, {schedule.num_microbatches} microbatches, makespan {simulation.makespan:g}, "
-        f"bubble {simulation.bubble:.1%} over ideal"
-    )
 
 
 def _legend(simulation: Simulation, unit: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import SupportsIndex
+
 from trainwright.pipeline_schedules.errors import ScheduleError
 
 
@@ -19,8 +21,11 @@ def split_layers(num_layers: int, stages: int) -> list[range]:
         The global layer numbers of each stage.
 
     Raises:
-        ScheduleError: No stages, or fewer layers than stages.
+        ScheduleError: No stages, fewer layers than stages, or no whole numbers.
     """
+    for name, number in (("num_layers", num_layers), ("stages", stages)):
+        if not isinstance(number, SupportsIndex):
+            raise ScheduleError(f"{name} must be a whole number, got {number!r}")
     if stages < 1:
         raise ScheduleError(f"stages must be at least 1, got {stages}")
     if num_layers < stages:

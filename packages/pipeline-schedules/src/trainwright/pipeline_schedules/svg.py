@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from trainwright.pipeline_schedules.bars import COMPUTATIONS, Bar, Run, bars_of
+from trainwright.pipeline_schedules.bars import COMPUTATIONS, Bar, Run, bars_of, headline
 from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.schedule import Schedule
 from trainwright.pipeline_schedules.simulate import Simulation, simulate
@@ -44,7 +44,7 @@ def svg(run: Run, *, title: str | None = None, width: float | None = None) -> st
             action, at most 20,000.
 
     Raises:
-        ScheduleError: Nothing to draw, or a width that is not positive.
+        ScheduleError: Nothing to draw, a width that is not positive, or times too small to draw.
     """
     if width is not None and not 0 < width < math.inf:
         raise ScheduleError(f"width must be positive, got {width}")
@@ -56,12 +56,19 @@ def svg(run: Run, *, title: str | None = None, width: float | None = None) -> st
     )
     axis = min(span * _SHORTEST_PX / shortest, _WIDEST_PX) if width is None else width
     scale = axis / span
+    if not (0 < scale < math.inf and 90 / scale > 0):
+        raise ScheduleError(
+            f"a run of {span:g} cannot be drawn on {axis:g} pixels; take costs that are nearer to 1"
+        )
     ranks = 1 + max(bar.rank for bar in bars)
-    heading = _heading(simulation) if title is None else title
+    if title is None:
+        title = "measured run, in seconds"
+        if isinstance(simulation, Simulation):
+            title = headline(simulation)
     total, height = _LEFT + axis + 20, _TOP + ranks * _LANE + _BOTTOM
     body = [
         _opening(max(total, 560.0), height),
-        f'<text x="8" y="18" font-size="14">{escape(heading)}</text>',
+        f'<text x="8" y="18" font-size="14">{escape(title)}</text>',
         *_legend(bars),
         *_lanes(ranks, axis),
         *(_bar(bar, scale, chunk) for bar, chunk in zip(bars, _chunks(bars), strict=True)),
@@ -69,17 +76,6 @@ def svg(run: Run, *, title: str | None = None, width: float | None = None) -> st
         "</svg>",
     ]
     return "\n".join(body) + "\n"
-
-
-def _heading(run: Run) -> str:
-    if not isinstance(run, Simulation):
-        return "measured run, in seconds"
-    schedule = run.schedule
-    return (
-        f"{schedule.name or 'schedule'}: {schedule.num_stages} stages on {schedule.num_ranks} "
-        f"ranks, {schedule.num_microbatches} microbatches, makespan {run.makespan:g}, "
-        f"bubble {run.bubble:.1%} over ideal"
-    )
 
 
 def _opening(width: float, height: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -39,9 +40,11 @@ def require_positive(**sizes: int) -> None:
     """Every size is at least 1, and their product, the number of forwards, fits an int32.
 
     Raises:
-        ScheduleError: One is not, or they are too many.
+        ScheduleError: One is not, or is no whole number, or they are too many.
     """
     for name, size in sizes.items():
+        if not isinstance(size, SupportsIndex):
+            raise ScheduleError(f"{name} must be a whole number, got {size!r}")
         if size < 1:
             raise ScheduleError(f"{name} must be at least 1, got {size}")
     number = math.prod(sizes.values())

@@ -19,11 +19,15 @@ _COST_NAMES = {
     "B": "backward",
     "pair": "pair",
     "latency": "latency",
+    "bytes": "boundary_bytes",
+    "bandwidth": "bandwidth",
+    "gather": "gather",
+    "reduce": "reduce",
 }
 _COSTS_HELP = (
     "costs, such as F=1,I=1.1,W=0.9,latency=0.1; B of a whole backward (else I + W) and pair of an "
-    "overlapped one (else F + B) as well; one number for all stages, or one for each between "
-    "colons: F=1:1.2:1"
+    "overlapped one (else F + B), bytes and bandwidth of transfers, gather and reduce of weights; "
+    "one number for all stages, or one for each between colons: F=1:1.2:1"
 )
 
 
