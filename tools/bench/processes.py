@@ -1,25 +1,24 @@
-"""Starts the processes of a benchmark, and sees to it that none outlives it."""
+"""Starts the processes of a benchmark, and times what they do."""
 
 from __future__ import annotations
 
-import os
-import select
 import signal
 import sys
-import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from trainwright.collectives import Communicator
+import torch.distributed as dist
+
 from trainwright.collectives.testing import run_processes
 
 
 def run_job(fn: Callable[..., Any], ranks: int, *args: Any, deadline_s: float) -> list[Any]:
     """Call ``fn(communicator, *args)`` in new processes of one thread each; return what they did.
 
-    The processes talk over Gloo, and torch.distributed has its default group there. They end with
-    this process, whatever ends it.
+    The processes talk over Gloo, and torch.distributed has its default group there. On Linux
+    they end with this process, whatever ends it.
 
     Args:
         fn: a public function of a module.
@@ -31,37 +30,28 @@ def run_job(fn: Callable[..., Any], ranks: int, *args: Any, deadline_s: float) -
         TimeoutError: the deadline passed.
         BaseException: what the first process to fail raised.
     """
-    # The default action would end this process without a word to its children.
+    # The default action would leave the folder of the processes behind.
     before = signal.signal(signal.SIGTERM, _leave)
     try:
-        task = (fn.__module__, fn.__qualname__)
-        return run_processes(_run, ranks, task, os.getpid(), args, timeout_s=deadline_s)
+        return run_processes(fn, ranks, *args, timeout_s=deadline_s)
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(
-    communicator: Communicator, task: tuple[str, str], parent: int, args: tuple[Any, ...]
-) -> Any:
-    if sys.platform == "linux":
-        _end_with(parent)
-    module, name = task
-    __import__(module)
-    return getattr(sys.modules[module], name)(communicator, *args)
+def time_steps(step: Callable[[], object], steps: int) -> float:
+    """Return the seconds that a step takes on this rank; all ranks begin together.
 
-
-def _end_with(parent: int) -> None:
-    """End this process with the benchmark, which may be gone while its child goes on."""
-    try:
-        process = os.pidfd_open(parent)
-    except ProcessLookupError:
-        sys.exit("the benchmark that started this process is gone")
-
-    def wait() -> None:
-        select.select([process], [], [])
-        os._exit(1)
-
-    threading.Thread(target=wait, name="end with the benchmark", daemon=True).start()
+    Args:
+        step: makes one step; called once before too, since others have been here and the caches
+            hold their data.
+        steps: how many are timed.
+    """
+    step()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - start) / steps
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -65,8 +65,8 @@ FAULTS_OF_SCHEDULES = (
     Fault(
         "of what a microbatch owes only the largest products are paid",
         f"{EXECUTE}/weight_gradients.py",
-        "        debts = self._owed.pop(slot, [])\n",
-        "        debts = self._owed.pop(slot, [])[:1]\n",
+        "for debt in self._owed.pop(slot, []) if",
+        "for debt in self._owed.pop(slot, [])[:1] if",
         SPLIT,
     ),
     Fault(
@@ -79,7 +79,7 @@ FAULTS_OF_SCHEDULES = (
     Fault(
         "the input gradient of a product taken apart is not summed",
         f"{TENSOR}/products.py",
-        "        return start_sum(gradient @ weight, ctx.tp).finish(), None, None, None\n",
+        "        return start_sum(gradient @ weight.conj(), ctx.tp).finish(), None, None, None\n",
         "        return gradient @ weight, None, None, None\n",
         HALVES,
     ),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gc
-import time
+import itertools
 from collections.abc import Mapping, Sequence
 
 import attrs
-import torch.distributed as dist
 
 from tools.bench.data_parallel.check import Agreement, check
 from tools.bench.data_parallel.contestants import Contestant, Recipe, builders, take_step
 from tools.bench.data_parallel.gpt import BATCHES, SHAPES, Batch
 from tools.bench.data_parallel.worlds import GLOO, connect
+from tools.bench.processes import time_steps
 from tools.bench.rounds import interleave
 from trainwright.collectives import Communicator
 from trainwright.sharding import NotAvailableError
@@ -94,10 +94,5 @@ def _time_rounds(
 
 
 def _time_steps(contestant: Contestant, batches: Sequence[Batch], steps: int) -> float:
-    # Others have been here since: the caches hold their data.
-    take_step(contestant, batches[-1])
-    dist.barrier()
-    start = time.perf_counter()
-    for step in range(steps):
-        take_step(contestant, batches[step % len(batches)])
-    return (time.perf_counter() - start) / steps
+    turns = itertools.cycle(batches)
+    return time_steps(lambda: take_step(contestant, next(turns)), steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import attrs
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tools.bench.pipeline.contestants import Contestant, Job, Ours, Theirs
+from tools.bench.processes import time_steps
 from tools.bench.rounds import interleave
 from trainwright.collectives import Communicator
 
@@ -49,7 +49,7 @@ def _race(world: Communicator, job: Job, rounds: int, steps: int) -> Race:
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for order in interleave(list(contestants), rounds):
         for name in order:
-            seconds[name].append(_time(contestants[name], steps))
+            seconds[name].append(time_steps(contestants[name].step, steps))
     worst = torch.tensor(max(errors), dtype=torch.float64)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return Race(job.schedule, float(worst), seconds["ours"], seconds["theirs"])
@@ -71,13 +71,3 @@ def _error(job: Job, contestant: Contestant) -> float:
             error = float((seen.grad - right.grad).abs().max() / right.grad.abs().max())
             worst = max(worst, error) if error == error else float("inf")
     return worst
-
-
-def _time(contestant: Contestant, steps: int) -> float:
-    # The other has been here since.
-    contestant.step()
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        contestant.step()
-    return (time.perf_counter() - start) / steps

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
 import attrs
 import torch
-import torch.distributed as dist
 
+from tools.bench.processes import time_steps
 from tools.bench.rounds import interleave
 from tools.bench.tensor_memory import watch
 from tools.bench.tensor_parallel import blocks, heads
@@ -96,7 +95,7 @@ def race(world: Communicator, plan: Plan) -> Outcome:
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for order in interleave(list(contestants), plan.rounds):
         for name in order:
-            seconds[name].append(_time(contestants[name], plan.steps))
+            seconds[name].append(time_steps(contestants[name].step, plan.steps))
     return Outcome(errors, held, seconds)
 
 
@@ -129,13 +128,3 @@ def _difference(contestant: Contestant, expected: Mapping[str, torch.Tensor]) ->
         # A comparison with NaN is never true, so max() might pass over one.
         worst = max(worst, error) if error == error else float("inf")
     return worst
-
-
-def _time(contestant: Contestant, steps: int) -> float:
-    # Others have been here since: the caches hold their data.
-    contestant.step()
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        contestant.step()
-    return (time.perf_counter() - start) / steps
