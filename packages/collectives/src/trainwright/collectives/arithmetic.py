@@ -8,9 +8,6 @@ import torch
 
 from trainwright.collectives.protocol import ReduceOp
 
-# What is combined as one task, where tasks are shared between threads.
-CHUNK = 1 << 16
-
 # An operation costs microseconds whatever its size, so that it pays to take much at once; but the
 # last of the caches should still have what is read again: the sum when it is copied, or scratch.
 _PLAIN_BYTES = 1 << 21

@@ -7,13 +7,16 @@ from functools import partial
 
 import torch
 
-from trainwright.collectives.arithmetic import CHUNK, combine
+from trainwright.collectives.arithmetic import combine
 from trainwright.collectives.calls import Call, Kind
 from trainwright.collectives.errors import UsageError
 
 Task = Callable[[], None]
 
 _SMALL_BYTES = 1 << 19
+
+# What is combined as one task, where tasks are shared between threads.
+_CHUNK = 1 << 16
 
 
 def is_large(calls: Sequence[Call]) -> bool:
@@ -133,11 +136,11 @@ def _combine_tasks(
     assert call.op is not None
     assert call.reduce_dtype is not None
     numel = parts[0].numel()
-    if numel <= CHUNK:
+    if numel <= _CHUNK:
         return [partial(combine, outputs, parts, call.op, call.reduce_dtype)]
     tasks: list[Task] = []
-    for start in range(0, numel, CHUNK):
-        cut = slice(start, start + CHUNK)
+    for start in range(0, numel, _CHUNK):
+        cut = slice(start, start + _CHUNK)
         pieces = [part[cut] for part in parts]
         tasks.append(
             partial(combine, [out[cut] for out in outputs], pieces, call.op, call.reduce_dtype)

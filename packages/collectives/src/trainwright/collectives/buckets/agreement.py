@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 
 from trainwright.collectives.buckets.errors import UnusedParameterError
+from trainwright.collectives.buckets.parameters import shown
 from trainwright.collectives.buckets.plan import BucketPlan
 from trainwright.collectives.calls import describe_dtype
 from trainwright.collectives.errors import UsageError
@@ -16,8 +17,6 @@ from trainwright.collectives.headers import Header, digest_of, name_ranks, tell_
 from trainwright.collectives.objects import all_gather_object
 from trainwright.collectives.protocol import Communicator
 from trainwright.collectives.uneven import gather_headers
-
-_SHOWN = 5
 
 
 def agree_on_plan(
@@ -79,7 +78,7 @@ def raise_problems(comm: Communicator, problems: Sequence[str]) -> NoReturn:
         for rank, found in enumerate(all_gather_object(comm, list(problems)))
         for problem in found
     ]
-    raise UsageError(f"gradients were dropped on every rank: {_first('; ', told)}")
+    raise UsageError(f"gradients were dropped on every rank: {shown(told, '; ')}")
 
 
 def raise_unused(comm: Communicator, names: Sequence[str], uses: Sequence[bool]) -> NoReturn:
@@ -98,13 +97,8 @@ def raise_unused(comm: Communicator, names: Sequence[str], uses: Sequence[bool])
         for name, ranks in ranks_of.items()
     ]
     raise UnusedParameterError(
-        f"no gradient since the last finish() for {_first(', ', told)}. Use every parameter on "
+        f"no gradient since the last finish() for {shown(told)}. Use every parameter on "
         "every rank, freeze what is not used before making GradientBuckets, or pass "
         "allow_unused=True; all gradients were dropped on every rank",
         list(ranks_of),
     )
-
-
-def _first(separator: str, told: Sequence[str]) -> str:
-    more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    return separator.join(told[:_SHOWN]) + more

@@ -12,7 +12,7 @@ from trainwright.collectives.protocol import Communicator, ReduceOp
 
 Parameters = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
 
-_SHOWN = 3
+_SHOWN = 5
 
 
 def named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
@@ -90,7 +90,7 @@ def reducible(
     return found
 
 
-def shown(names: Sequence[str]) -> str:
-    """Return the first few of many names."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def shown(texts: Sequence[str], separator: str = ", ") -> str:
+    """Return the first few of many texts."""
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return separator.join(texts[:_SHOWN]) + more
