@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.checkpointing.errors import CheckpointingWarning, NoCheckpointError, TreeError
-from trainwright.checkpointing.state import StateStore
+from trainwright.checkpointing.state import Retention, StateStore
 from trainwright.checkpointing.testing.files import CrashingFiles
 
 
@@ -30,6 +30,58 @@ def test_the_newest_and_the_protected_stay_whatever_the_limit(best, left):
     for step in (10, 20, 30):
         store.save(step, _state(step), protect=[best])
     assert store.steps() == left
+
+
+def test_every_nth_step_stays_beside_the_last_ones():
+    store = _store(CrashingFiles(), keep=Retention(last=2, every=30))
+    for step in range(10, 110, 10):
+        store.save(step, _state(step))
+    assert store.steps() == [30, 60, 90, 100]
+
+
+def test_a_best_one_is_named_by_its_step_and_never_by_a_path_that_could_be_spelled_otherwise():
+    store = _store(CrashingFiles(), keep=1)
+    folder = store.save(1, _state(1))
+    for protect in ([folder], [str(folder)], "1", [True], [1.0]):
+        with pytest.raises(TreeError, match="protect must name steps as integers"):
+            store.save(2, _state(2), protect=protect)
+    assert store.steps() == [1]
+
+
+def test_what_is_not_complete_takes_no_place_of_a_whole_one():
+    files = CrashingFiles()
+    store = _store(files, run="a", keep=2)
+    for step in (1, 2):
+        store.save(step, _state(step))
+    torn = [path for path in files.paths() if path.parent.name.startswith("step-00000002")]
+    files.truncate(next(path for path in torn if path.suffix == ".safetensors"), 10)
+
+    store.save(3, _state(3))
+
+    assert store.steps() == [1, 3]
+    assert _loaded(store, 1) == 1
+
+
+class _StaleFiles(CrashingFiles):
+    """A network file system that shows a renamed folder late."""
+
+    stale = False
+
+    def names(self, folder):
+        found = super().names(folder)
+        return [name for name in found if "00000002" not in name] if self.stale else found
+
+
+def test_nothing_is_removed_for_a_new_one_that_cannot_be_seen():
+    files = _StaleFiles()
+    store = _store(files, run="a", keep=1)
+    store.save(1, _state(1))
+    files.stale = True
+
+    with pytest.warns(CheckpointingWarning, match=r"old checkpoints stay.*not seen complete"):
+        store.save(2, _state(2))
+
+    assert _loaded(store, 1) == 1
 
 
 def test_paths_to_the_folder_may_be_spelled_in_any_way(tmp_path, monkeypatch):
@@ -120,10 +172,11 @@ def test_a_run_without_checkpoints_is_told_whose_there_are():
         st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.sets(st.integers(0, 5))), max_size=8
     ),
     keep=st.integers(1, 3),
+    every=st.none() | st.integers(1, 3),
 )
-def test_what_is_left_is_what_was_kept_and_protected(saves, keep):
+def test_what_is_left_is_what_was_kept_and_protected(saves, keep, every):
     files = CrashingFiles()
-    stores = {run: _store(files, run=run, keep=keep) for run in "ab"}
+    stores = {run: _store(files, run=run, keep=Retention(keep, every)) for run in "ab"}
     for store in stores.values():
         store._has_warned = True
     model = {"a": [], "b": []}
@@ -135,7 +188,8 @@ def test_what_is_left_is_what_was_kept_and_protected(saves, keep):
         model[run] = [
             (step, number)
             for place, (step, number) in enumerate(model[run])
-            if place >= len(model[run]) - keep or (step in protect and newest[step] == number)
+            if place >= len(model[run]) - keep
+            or ((step in protect or (every and step % every == 0)) and newest[step] == number)
         ]
 
     for run, store in stores.items():
@@ -150,6 +204,7 @@ def test_what_is_left_is_what_was_kept_and_protected(saves, keep):
     [
         ({"keep": 0}, "keep must be at least 1"),
         ({"keep": True}, "keep must be at least 1"),
+        ({"keep": "all"}, "keep must be at least 1"),
         ({"run": "../up"}, "run must be"),
         ({"run": ""}, "run must be"),
         ({"block_bytes": 24}, "multiple of 16"),
@@ -158,3 +213,9 @@ def test_what_is_left_is_what_was_kept_and_protected(saves, keep):
 def test_an_argument_that_makes_no_sense_is_refused(options, message):
     with pytest.raises(TreeError, match=message):
         _store(CrashingFiles(), **options)
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 2.0])
+def test_a_retention_that_makes_no_sense_is_refused(every):
+    with pytest.raises(TreeError, match="keep: every must be at least 1"):
+        Retention(last=1, every=every)

@@ -14,6 +14,7 @@ from trainwright.checkpointing.errors import (
 from trainwright.checkpointing.protocol import Files, Reader, Writer
 
 from .files import LocalFiles
+from .retention import Retention
 from .store import StateStore
 from .tree import Sharded
 
@@ -28,6 +29,7 @@ __all__ = [
     "NoCheckpointError",
     "NotAvailableYetError",
     "Reader",
+    "Retention",
     "SaveFailedError",
     "Sharded",
     "StateStore",

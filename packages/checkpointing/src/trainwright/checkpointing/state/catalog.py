@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import attrs
@@ -108,21 +107,6 @@ def check_lengths(files: Files, folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpointError(
                 f"{path} is damaged: length: expected {record.size}, found {found}"
             )
-
-
-def choose_removals(
-    saved: Sequence[Saved], keep: int, protect: Collection[int]
-) -> tuple[Saved, ...]:
-    """Return what retention removes: all but the ``keep`` saved last and the protected steps.
-
-    Args:
-        saved: Complete checkpoints of one run, in the order of saving.
-        keep: How many of the newest stay, at least 1.
-        protect: Steps whose newest checkpoint stays besides.
-    """
-    newest = {entry.manifest.step: entry for entry in saved}
-    spared = [newest[step] for step in protect if step in newest]
-    return tuple(entry for entry in saved[:-keep] if entry not in spared)
 
 
 def committed_name(step: int, token: str) -> str:

@@ -12,6 +12,7 @@ from trainwright.checkpointing.errors import (
     LoadFailedError,
     MismatchError,
     NotAvailableYetError,
+    SaveFailedError,
     TreeError,
 )
 from trainwright.checkpointing.protocol import Files
@@ -23,7 +24,7 @@ from .ledger import find_unwanted, raise_problems
 from .loading import OpenFiles, Want, compare_plain, fill_all, find_tensors
 from .manifest import is_run_name, read_manifest
 from .ranks import Ranks, attempt
-from .retention import rotate
+from .retention import Retention, check_protected, rotate
 from .saving import Place, Save
 from .tree import Leaves, Tree, check_axes, put_plain, take_leaves
 
@@ -47,7 +48,8 @@ class StateStore:
         coordinates: This rank's coordinate on each mesh axis that specs name as replicated. A part
             is written by the rank with 0 on all of its axes.
         files: The file system.
-        keep: Checkpoints of this run that stay after a save; None: all of them.
+        keep: Checkpoints of this run that stay after a save: so many of the last, what a
+            `Retention` says, or with None all of them.
         run: Which run the checkpoints belong to. None: that of the first checkpoint loaded, or a
             new one made up by the first save. Those of other runs are never removed; with a run
             of its own, a store does not see them either.
@@ -65,13 +67,11 @@ class StateStore:
         *,
         coordinates: Mapping[str, int] | None = None,
         files: Files | None = None,
-        keep: int | None = None,
+        keep: Retention | int | None = None,
         run: str | None = None,
         block_bytes: int = 1 << 20,
         timeout_s: float | None = None,
     ) -> None:
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise TreeError(f"keep must be at least 1, or None to keep all, got {keep!r}")
         if run is not None and not is_run_name(run):
             raise TreeError(f"run must be 1 to 64 letters, digits, '_', '.', '-', got {run!r}")
         if type(block_bytes) is not int or block_bytes < 16 or block_bytes % 16:
@@ -83,7 +83,7 @@ class StateStore:
             dict(coordinates or {}),
             block_bytes,
         )
-        self._keep = keep
+        self._retention = Retention.of(keep)
         self._run = run
         self._has_warned = False
 
@@ -106,7 +106,7 @@ class StateStore:
         Args:
             step: The step, not negative.
             tree: The state.
-            protect: Steps (the best so far) that `keep` must not remove.
+            protect: Steps (the best so far) whose newest checkpoint `keep` must not remove.
 
         Returns:
             The checkpoint's folder.
@@ -119,10 +119,12 @@ class StateStore:
         Communicates: about fifteen collectives of a few bytes, and all-to-alls of 48 bytes for
         each name that the rank holds. No name or spec is sent.
         """
+        _, error = attempt(lambda: check_protected(protect))
+        self._ranks.agree(error, f"step {step} was not saved", SaveFailedError)
         ticket = Save(self._ranks, self._place, step, tree, self._run).run()
         self._run = ticket.run
         if self._ranks.comm.rank == 0:
-            self._finish(ticket.run, protect)
+            self._finish(ticket.run, ticket.name, protect)
         return self._place.root / ticket.name
 
     def load(self, tree: Tree, step: int | None = None, *, partial: bool = False) -> dict[str, Any]:
@@ -240,15 +242,15 @@ class StateStore:
         self._agreed(lambda: raise_problems(problems, doing, MismatchError))
         return wants
 
-    def _finish(self, run: str, protect: Collection[int]) -> None:
+    def _finish(self, run: str, name: str, protect: Collection[int]) -> None:
         """On rank 0, after the save: remove old checkpoints, and speak about other runs' once.
 
         Problems are warnings: the new checkpoint is safe.
         """
         place = self._place
-        if self._keep is not None:
-            keep = self._keep
-            _, error = attempt(lambda: rotate(place, run, keep, protect))
+        retention = self._retention
+        if retention is not None:
+            _, error = attempt(lambda: rotate(place, run, retention, protect, name))
             if error is not None:
                 warnings.warn(f"old checkpoints stay: {error}", CheckpointingWarning, stacklevel=3)
         if self._has_warned:
