@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ import attrs
 import torch
 
 from trainwright.checkpointing.errors import DamagedCheckpointError
+from trainwright.checkpointing.protocol import Reader
 from trainwright.collectives.shard_spec import ShardSpec
 
 from .dtypes import file_type, parse_dtype
@@ -57,6 +59,40 @@ def parse_json(text: bytes | bytearray | str, source: Path) -> Any:
         return json.loads(text, object_pairs_hook=_refuse_twins)
     except (ValueError, RecursionError) as error:  # ValueError: syntax, encoding, huge integers
         raise DamagedCheckpointError(f"{source} is damaged: {error}") from error
+
+
+def read_header(reader: Reader, source: Path, size: int, crc32: int) -> tuple[int, Header]:
+    """Return where the data of an open file begins, and its header.
+
+    Args:
+        reader: The file.
+        source: Its path, for messages.
+        size: The length that it should have.
+        crc32: The checksum that its length field and JSON should have.
+
+    Raises:
+        OSError: It cannot be read.
+        DamagedCheckpointError: It is not what was written.
+    """
+    if reader.size != size:
+        raise DamagedCheckpointError(
+            f"{source} is damaged: length: expected {size}, found {reader.size}"
+        )
+    first = bytearray(8)
+    read = reader.read_into(0, memoryview(first))
+    length = int.from_bytes(first, "little")
+    if read != 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+        raise DamagedCheckpointError(
+            f"{source} is damaged: {size} bytes cannot have a header of {length}"
+        )
+    text = bytearray(length)
+    read = reader.read_into(8, memoryview(text))
+    found = zlib.crc32(text, zlib.crc32(first))
+    if read != length or found != crc32:
+        raise DamagedCheckpointError(
+            f"{source} is damaged: header: expected checksum {crc32:08x}, found {found:08x}"
+        )
+    return 8 + length, parse_header(text, size - 8 - length, source)
 
 
 def parse_header(text: bytes | bytearray, data_bytes: int, source: Path) -> Header:

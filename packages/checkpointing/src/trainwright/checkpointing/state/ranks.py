@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -133,3 +134,24 @@ class Ranks:
         comm.all_to_all(incoming, outgoing, sizes, splits, timeout_s=self.timeout_s).wait()
         received = iter(incoming.tolist())
         return [[next(received) for _ in range(count)] for count in sizes]
+
+    def exchange_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Send parts[q] to rank q; return what each rank sent here.
+
+        Communicates: two all-to-alls, of 8 bytes a rank and of the bytes.
+        """
+        comm = self.comm
+        splits = [len(part) for part in parts]
+        coming = torch.empty(comm.size, dtype=torch.int64, device=comm.device)
+        counts = torch.tensor(splits, device=comm.device)
+        comm.all_to_all(coming, counts, timeout_s=self.timeout_s).wait()
+        sizes = [int(count) for count in coming.tolist()]
+        outgoing = torch.empty(0, dtype=torch.uint8)
+        if sum(splits):
+            outgoing = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+        outgoing = outgoing.to(comm.device)
+        incoming = outgoing.new_empty(sum(sizes))
+        comm.all_to_all(incoming, outgoing, sizes, splits, timeout_s=self.timeout_s).wait()
+        data = incoming.cpu().numpy().tobytes()
+        ends = [*itertools.accumulate(sizes, initial=0)]
+        return [data[first:end] for first, end in itertools.pairwise(ends)]
