@@ -36,7 +36,6 @@ from trainwright.integration.model import PRESETS
 from trainwright.integration.run_folder import CONFIG, RunFolder
 from trainwright.stability_guards import HaltError
 
-MODULE = "trainwright.integration"
 TRANSPORTS = ("auto", "gloo", "shm", "threads")
 MAX_PATH = 4096
 
@@ -148,7 +147,7 @@ def train_command(options: argparse.Namespace) -> int:
         launch.check_startable(config.mesh.world_size)
         arguments = [*worker_arguments(config, out, resume, as_json), "--comm", transport]
         with prepare(config, out, resume):
-            return launch.start_workers(config.mesh.world_size, MODULE, arguments)
+            return launch.start_workers(config.mesh.world_size, main, arguments)
     if place.world_size != config.mesh.world_size:
         raise ConfigError(
             f"--layout {config.layout} needs {config.mesh.world_size} processes, "
@@ -158,7 +157,7 @@ def train_command(options: argparse.Namespace) -> int:
         # Ctrl-C reaches the launcher alone, which passes it on: a worker ends at once, also
         # where it waits inside a collective. It ends with its launcher in any case.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        launch.end_with_parent()
+        launch.end_with_launcher()
     _work_in_place(place, config, out, resume, options)
     return 0
 
