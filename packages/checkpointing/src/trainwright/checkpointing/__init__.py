@@ -17,6 +17,7 @@ from .activations import (
     recompute_every,
 )
 from .state import (
+    Checkpoint,
     CheckpointingError,
     CheckpointingWarning,
     DamagedCheckpointError,
@@ -31,12 +32,16 @@ from .state import (
     SaveFailedError,
     Sharded,
     StateStore,
+    StoredPiece,
+    TensorEntry,
     TreeError,
     Writer,
+    open_checkpoint,
 )
 
 __all__ = [
     "Capture",
+    "Checkpoint",
     "CheckpointingError",
     "CheckpointingWarning",
     "DamagedCheckpointError",
@@ -58,10 +63,13 @@ __all__ = [
     "SaveFailedError",
     "Sharded",
     "StateStore",
+    "StoredPiece",
+    "TensorEntry",
     "TreeError",
     "Writer",
     "capture_function_modes",
     "keep_all",
+    "open_checkpoint",
     "parse_policy",
     "recompute",
     "recompute_all",

@@ -14,11 +14,13 @@ from trainwright.checkpointing.errors import (
 from trainwright.checkpointing.protocol import Files, Reader, Writer
 
 from .files import LocalFiles
+from .reading import Checkpoint, StoredPiece, TensorEntry, open_checkpoint
 from .retention import Retention
 from .store import StateStore
 from .tree import Sharded
 
 __all__ = [
+    "Checkpoint",
     "CheckpointingError",
     "CheckpointingWarning",
     "DamagedCheckpointError",
@@ -33,6 +35,9 @@ __all__ = [
     "SaveFailedError",
     "Sharded",
     "StateStore",
+    "StoredPiece",
+    "TensorEntry",
     "TreeError",
     "Writer",
+    "open_checkpoint",
 ]
