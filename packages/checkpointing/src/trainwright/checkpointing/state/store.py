@@ -25,7 +25,7 @@ from .loading import OpenFiles, Want, compare_plain, fill_all, find_tensors
 from .manifest import is_run_name, read_manifest
 from .ranks import Ranks, attempt
 from .retention import Retention, check_protected, rotate
-from .saving import Place, Save
+from .saving import Place, plan_save, write_save
 from .tree import Leaves, Tree, check_axes, put_plain, take_leaves
 
 T = TypeVar("T")
@@ -121,7 +121,8 @@ class StateStore:
         """
         _, error = attempt(lambda: check_protected(protect))
         self._ranks.agree(error, f"step {step} was not saved", SaveFailedError)
-        ticket = Save(self._ranks, self._place, step, tree, self._run).run()
+        plan = plan_save(self._ranks, self._place, step, tree)
+        ticket = write_save(self._ranks, self._place, plan, self._run)
         self._run = ticket.run
         if self._ranks.comm.rank == 0:
             self._finish(ticket.run, ticket.name, protect)
