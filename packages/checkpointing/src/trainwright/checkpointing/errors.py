@@ -39,6 +39,10 @@ class DamagedCheckpointError(CheckpointingError, RuntimeError):
     """A file is not what was written; the message names the file, what was expected and found."""
 
 
+class UntrustedError(CheckpointingError, RuntimeError):
+    """A file asks for what data never needs: to run code, to leave its folder, endless nesting."""
+
+
 class NotAvailableYetError(CheckpointingError, NotImplementedError):
     """What was asked for is planned but not built."""
 

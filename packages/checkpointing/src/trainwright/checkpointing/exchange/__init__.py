@@ -1,0 +1,15 @@
+"""Checkpoints of others: PyTorch DCP folders and Hugging Face safetensors, in and out."""
+
+from .dcp import open_dcp
+from .dcp_writing import write_dcp
+from .huggingface import open_huggingface
+from .lazy import LazyObject, LazyTensor, Source
+
+__all__ = [
+    "LazyObject",
+    "LazyTensor",
+    "Source",
+    "open_dcp",
+    "open_huggingface",
+    "write_dcp",
+]
