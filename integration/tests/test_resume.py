@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from trainwright.checkpointing import CheckpointingWarning, StateStore
+from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.cli import main
-from trainwright.integration.run_folder import RunFolder
+from trainwright.integration.data import read_corpus
+from trainwright.integration.errors import DataError
+from trainwright.integration.run_folder import WRITER, RunFolder
+from trainwright.integration.worker import check_same_data
 
 SMALL = ["--threads-as-ranks", "--sequence-length", "16", "--global-batch", "4"]
 SMALL += ["--evaluate-sequences", "4", "--sample-bytes", "4"]
@@ -65,6 +71,89 @@ def test_a_run_that_is_being_written_is_not_resumed_a_second_time(
     assert refused == 2
     assert "another run is writing" in said
     assert accepted == 0
+
+
+def test_the_ranks_of_a_killed_starter_are_waited_for(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = ["train", "--threads-as-ranks", "--resume", str(finished), "--steps", "4"]
+    monkeypatch.setattr("trainwright.integration.worker.PATIENCE_S", 0.1)
+
+    with RunFolder(finished).lock(WRITER):
+        refused = main(again)
+    said = capsys.readouterr().err
+    accepted = main(again)
+
+    assert refused == 2
+    assert f"process {os.getpid()} on" in said
+    assert accepted == 0
+
+
+def test_a_run_goes_on_with_its_own_data_alone(
+    finished: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = ["train", "--threads-as-ranks", "--resume", str(finished)]
+    moved = data.rename(data.with_name("elsewhere.txt"))
+    assert main([*resume, "--steps", "4", "--data", str(moved)]) == 0
+    moved.write_text(moved.read_text().replace("law", "LAW"))
+    capsys.readouterr()
+
+    refused = main([*resume, "--steps", "5"])
+    said = capsys.readouterr().err
+    steps_then = len(_rows(finished))
+    allowed = main([*resume, "--steps", "5", "--allow-other-data"])
+    afterwards = main([*resume, "--steps", "6"])
+
+    assert refused == 2
+    assert "is not the data that the run" in said
+    assert "--allow-other-data" in said
+    assert steps_then == 4
+    assert (allowed, afterwards) == (0, 0)
+    assert [row["step"] for row in _rows(finished)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_checkpoints_of_another_run_are_neither_resumed_nor_removed(
+    finished: Path, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    assert main(["train", *SMALL, "--data", str(data), "--steps", "2", "--out", str(other)]) == 0
+    mine = next((other / "checkpoints").glob("step-*"))
+    theirs = next((finished / "checkpoints").glob("step-*"))
+    theirs.rename(other / "checkpoints" / theirs.name)
+    resume = ["train", "--threads-as-ranks", "--resume", str(other)]
+
+    with pytest.warns(CheckpointingWarning, match="1 checkpoints of other runs"):
+        assert main([*resume, "--steps", "4", "--save-every", "1", "--keep", "1"]) == 0
+    left = {path.name for path in (other / "checkpoints").iterdir()}
+    for path in (other / "checkpoints").glob("step-00000004*"):
+        path.rename(tmp_path / path.name)
+    capsys.readouterr()
+    refused = main([*resume, "--steps", "5"])
+
+    assert [row["step"] for row in _rows(other)] == [1, 2, 3, 4]
+    assert mine.name not in left
+    assert theirs.name in left
+    assert len(left) == 2
+    assert refused == 1
+    assert "complete: step 3 of run" in capsys.readouterr().err
+
+
+def test_the_last_checkpoints_and_every_nth_stay(tmp_path: Path, data: Path) -> None:
+    folder = tmp_path / "kept"
+    saving = ["--save-every", "1", "--keep", "2", "--keep-every", "3", "--steps", "8"]
+    assert main(["train", *SMALL, *saving, "--data", str(data), "--out", str(folder)]) == 0
+    assert StateStore(folder / "checkpoints").steps() == [3, 6, 7, 8]
+
+
+def test_ranks_that_read_different_data_all_say_so(tmp_path: Path) -> None:
+    def work(comm: Communicator) -> None:
+        path = tmp_path / f"data{comm.rank % 2}.txt"
+        path.write_text(f"text of rank {comm.rank % 2} " * 40)
+        comm.barrier()
+        with pytest.raises(DataError, match=rf"different data; rank {comm.rank} read"):
+            check_same_data(comm, read_corpus(path))
+
+    LocalWorld(3).run(work)
 
 
 def test_a_run_stopped_before_its_first_checkpoint_starts_again(

@@ -218,9 +218,7 @@ def test_out_and_resume_of_two_folders_contradict(tmp_path: Path) -> None:
         settle(options)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("--seed", "7"), ("--sequence-length", "64"), ("--data", "other")]
-)
+@pytest.mark.parametrize(("option", "value"), [("--seed", "7"), ("--sequence-length", "64")])
 def test_a_resumed_run_keeps_what_its_position_in_the_data_means(
     tmp_path: Path, option: str, value: str
 ) -> None:
@@ -253,3 +251,38 @@ def test_the_environment_of_torchrun_and_of_slurm_place_a_process() -> None:
     assert place_in_environment({}) is None
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
         place_in_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--keep", "0"], "--keep must be positive"),
+        (["--keep-every", "-1"], "--keep-every must be positive"),
+        (["--save-every", "10", "--keep-every", "20"], "no effect without --keep"),
+        (["--keep", "1", "--keep-every", "20"], "no effect with --save-every 0"),
+        (
+            ["--keep", "1", "--save-every", "10", "--keep-every", "25"],
+            "must be a multiple of --save-every 10; 20 or 30 works",
+        ),
+        (["--keep", "1", "--save-every", "10", "--keep-every", "5"], "--save-every 10; 10 works"),
+        (["--allow-other-data"], "--allow-other-data has no effect without --resume"),
+    ],
+)
+def test_options_of_saving_that_make_no_sense_are_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.txt").write_text("some text " * 400)
+    given = ["--threads-as-ranks", "--data", str(tmp_path / "data.txt"), "--out"]
+
+    code = main(["train", *given, str(tmp_path / "run"), *arguments])
+
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_written_before_an_option_was_known_take_its_default() -> None:
+    values = attrs.asdict(RunConfig(save_every=10))
+    for name in ("keep", "keep_every"):
+        del values[name]
+    assert RunConfig.from_mapping(values) == RunConfig(save_every=10)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import attrs
-import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainwright.checkpointing import CheckpointingError
@@ -29,15 +28,13 @@ from trainwright.integration.config import (
     RunConfig,
     check_fits,
 )
-from trainwright.integration.data import Reader
-from trainwright.integration.data.reader import evenly_spaced
 from trainwright.integration.errors import ConfigError, TrainwrightError
 from trainwright.integration.model import PRESETS
-from trainwright.integration.run_folder import CONFIG, RunFolder
+from trainwright.integration.preparing import prepare, prepared_by_first
+from trainwright.integration.run_folder import RunFolder
 from trainwright.stability_guards import HaltError
 
 TRANSPORTS = ("auto", "gloo", "shm", "threads")
-MAX_PATH = 4096
 
 
 class _Parser(argparse.ArgumentParser):
@@ -105,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     add("--recompute", help="none, full or every-K layers (default none)")
     add("--out", help="run folder (default runs/DATE-TIME)")
     add("--resume", metavar="DIR", help="continue the run in this folder")
+    add("--allow-other-data", action="store_true", help="resume with data that has changed")
     add("--comm", choices=TRANSPORTS, help="what carries messages (default auto: NCCL or Gloo)")
     add("--threads-as-ranks", action="store_true", help="every rank a thread: --comm threads")
     add("--prepared", action="store_true", default=False, help=argparse.SUPPRESS)
@@ -124,6 +122,8 @@ _NUMBERS: tuple[tuple[str, type, str], ...] = (
     ("weight_decay", float, "decay of matrices"),
     ("clip", float, "largest gradient norm"),
     ("save_every", int, "steps between checkpoints, 0 for the end only"),
+    ("keep", int, "checkpoints that stay, the last ones (default all)"),
+    ("keep_every", int, "steps whose checkpoints stay beside the last (default none)"),
     ("evaluate_sequences", int, "held-out sequences to evaluate"),
     ("sample_bytes", int, "bytes of text to generate at the end"),
 )
@@ -137,7 +137,7 @@ def train_command(options: argparse.Namespace) -> int:
     as_json = getattr(options, "json", False)
     transport = transport_of(options)
     if transport == "threads":
-        with prepare(config, out, resume):
+        with prepare(config, out, resume, allow_other_data(options)):
             summaries = launch.run_as_threads(
                 config.mesh.world_size, lambda world: worker.run(world, config, out, resume)
             )
@@ -146,7 +146,7 @@ def train_command(options: argparse.Namespace) -> int:
     if place is None:
         launch.check_startable(config.mesh.world_size)
         arguments = [*worker_arguments(config, out, resume, as_json), "--comm", transport]
-        with prepare(config, out, resume):
+        with prepare(config, out, resume, allow_other_data(options)):
             return launch.start_workers(config.mesh.world_size, main, arguments)
     if place.world_size != config.mesh.world_size:
         raise ConfigError(
@@ -190,7 +190,7 @@ def settle(options: argparse.Namespace) -> tuple[RunConfig, str, bool]:
     if out is not None and Path(out).resolve() != Path(resume).resolve():
         raise ConfigError(f"--out {out} contradicts --resume {resume}; a resumed run stays there")
     stored = RunFolder(Path(resume)).config()
-    for name in ("seed", "sequence_length", "data"):
+    for name in ("seed", "sequence_length"):
         if name in given and given[name] != getattr(stored, name):
             raise ConfigError(
                 f"--{name.replace('_', '-')} {given[name]} differs from the run's "
@@ -211,32 +211,16 @@ def worker_arguments(config: RunConfig, out: str, resume: bool, as_json: bool) -
     return [*arguments, "--json"] if as_json else arguments
 
 
-def prepare(config: RunConfig, out: str, resume: bool) -> IO[str]:
-    """Look at the data and make the run folder, before any rank starts.
-
-    Returns:
-        What keeps other runs out of the folder while it is open.
+def allow_other_data(options: argparse.Namespace) -> bool:
+    """Whether a run may be continued with data that has changed.
 
     Raises:
-        DataError: the data is missing, empty, binary or too short.
-        RunFolderError: the folder already holds a run, or another run is writing to it.
+        ConfigError: no run is continued.
     """
-    if not resume and RunFolder(Path(out)).holds_run:
-        RunFolder(Path(out)).create(config)
-    corpus = worker.load_corpus(config)
-    Reader(corpus.train, config.sequence_length, config.global_batch)
-    evenly_spaced(corpus.held_out, config.sequence_length, 1)
-    if not resume:
-        RunFolder(Path(out)).create(config)
-    lock = RunFolder(Path(out)).lock()
-    if resume:
-        config.save(Path(out) / CONFIG)
-    skipped = f", {len(corpus.skipped)} binary files left out" if corpus.skipped else ""
-    sys.stderr.write(
-        f"{corpus.source}: {corpus.files} files, {len(corpus.train):,} bytes to train on, "
-        f"{len(corpus.held_out):,} held out{skipped}\nrun folder {out}\n"
-    )
-    return lock
+    allowed = getattr(options, "allow_other_data", False)
+    if allowed and not hasattr(options, "resume"):
+        raise ConfigError("--allow-other-data has no effect without --resume")
+    return bool(allowed)
 
 
 @record
@@ -247,23 +231,13 @@ def _work_in_place(
         if options.prepared:
             return worker.run(world, config, out, resume)
         with contextlib.ExitStack() as held:
-            agreed = _prepared_by_first(world, config, out, resume, held)
+
+            def begin() -> IO[str]:
+                return prepare(config, out, resume, allow_other_data(options))
+
+            agreed = prepared_by_first(world, begin, out, held)
             return worker.run(world, config, agreed, resume)
 
     summary = launch.run_as_worker(place, work, transport_of(options))
     if place.rank == 0:
         worker.report(summary, getattr(options, "json", False))
-
-
-def _prepared_by_first(
-    world: Communicator, config: RunConfig, out: str, resume: bool, held: contextlib.ExitStack
-) -> str:
-    # Ranks that were started at different seconds would otherwise name different folders.
-    text = torch.zeros(MAX_PATH, dtype=torch.uint8)
-    if world.rank == 0:
-        held.enter_context(prepare(config, out, resume))
-        encoded = out.encode()
-        text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    on_device = text.to(world.device)
-    world.broadcast(on_device, 0).wait()
-    return bytes(on_device.cpu().tolist()).rstrip(b"\0").decode()

@@ -80,6 +80,8 @@ class RunConfig:
             schedule has, 2 where any number works.
         recompute: ``none``, ``full`` or ``every-K`` layers.
         save_every: steps between checkpoints; 0 saves at the end only.
+        keep: checkpoints of the run that stay, the last ones; None for all.
+        keep_every: steps whose checkpoints stay beside the last; None for no others.
         evaluate_sequences: held-out sequences that are evaluated.
         sample_bytes: bytes of text generated at the end.
 
@@ -110,6 +112,10 @@ class RunConfig:
     chunks: int | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))
     recompute: str = "none"
     save_every: int = attrs.field(default=0, validator=_not_negative)
+    keep: int | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))
+    keep_every: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_positive)
+    )
     evaluate_sequences: int = attrs.field(default=512, validator=_positive)
     sample_bytes: int = attrs.field(default=200, validator=_not_negative)
 
@@ -179,7 +185,7 @@ def _check_kind(name: str, value: object, default: object) -> None:
     # The kinds are those of the defaults: text, whole numbers, numbers, or None.
     kinds: tuple[type, ...] = {int: (int,), float: (int, float)}.get(type(default), (str,))
     if default is None:
-        kinds = (int, type(None)) if name in ("warmup", "chunks") else (str, type(None))
+        kinds = (str if name == "data" else int, type(None))
     if isinstance(default, bool):
         kinds = (bool,)
     if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
@@ -209,6 +215,7 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     _check_pipeline(shape, mesh, config)
     check_batch(config.global_batch, mesh.dp, config.microbatches)
     _check_sharding(mesh, config)
+    _check_saving(config)
     if config.warmup_steps > config.steps:
         raise ConfigError(
             f"--warmup {config.warmup} must be at most --steps {config.steps}, "
@@ -250,6 +257,25 @@ def _check_sharding(mesh: MeshShape, config: RunConfig) -> None:
     for option, reason in unused.items():
         if reason:
             raise ConfigError(f"{option} has no effect with --zero {config.zero}; {reason}")
+
+
+def _check_saving(config: RunConfig) -> None:
+    every, kept = config.save_every, config.keep_every
+    if kept and not every:
+        raise ConfigError(
+            f"--keep-every {kept} has no effect with --save-every 0, which saves at the end"
+        )
+    if kept and config.keep is None:
+        raise ConfigError(
+            f"--keep-every {kept} has no effect without --keep: all checkpoints stay; "
+            "give --keep the number of the last ones that stay besides"
+        )
+    if kept and kept % every:
+        below = kept // every * every
+        nearest = f"{below} or {below + every}" if below else f"{every}"
+        raise ConfigError(
+            f"--keep-every {kept} must be a multiple of --save-every {every}; {nearest} works"
+        )
 
 
 def _check_sequence(mesh: MeshShape, config: RunConfig) -> None:

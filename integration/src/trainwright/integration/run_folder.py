@@ -1,10 +1,13 @@
-"""The folder of a run: settings, metrics, checkpoints, plot."""
+"""The folder of a run: identity, settings, metrics, checkpoints, plot."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import secrets
+import socket
+import time
 from pathlib import Path
 from typing import IO
 
@@ -14,11 +17,26 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import RunFolderError
 
 CONFIG = "config.json"
+IDENTITY = "run.json"
 LOCK = "lock"
+WRITER = "lock.first-rank"
 METRICS = "metrics.jsonl"
 SUPERSEDED = "metrics.superseded.jsonl"
 CHECKPOINTS = "checkpoints"
 PLOT = "loss.png"
+
+
+@attrs.frozen
+class Identity:
+    """What tells a run from all others, and its data from other data.
+
+    Args:
+        run: name of the run in its checkpoints.
+        data: checksum of the data that the run reads.
+    """
+
+    run: str
+    data: str
 
 
 @attrs.frozen
@@ -50,11 +68,11 @@ class RunFolder:
         except OSError as error:
             raise RunFolderError(f"cannot look into {self.path}: {error}") from error
 
-    def create(self, config: RunConfig) -> None:
-        """Begin a new run here.
+    def check_free(self) -> None:
+        """Check that a run can begin here.
 
         Raises:
-            RunFolderError: the folder already holds a run, or cannot be written.
+            RunFolderError: the folder already holds a run, or is a file.
         """
         if self.holds_run:
             raise RunFolderError(
@@ -63,32 +81,94 @@ class RunFolder:
             )
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"--out {self.path} is a file; give a folder, or a new name")
+
+    def create(self, config: RunConfig, data: str) -> None:
+        """Begin a new run here; `lock` has made the folder.
+
+        Args:
+            config: its settings.
+            data: the checksum of its data.
+
+        Raises:
+            RunFolderError: the folder already holds a run, or cannot be written.
+        """
+        self.check_free()
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._identify(Identity(run=secrets.token_hex(8), data=data))
+            # The last thing written: with it the folder holds a run.
             config.save(self.path / CONFIG)
         except OSError as error:
             raise RunFolderError(f"cannot write the run folder {self.path}: {error}") from error
 
-    def lock(self) -> IO[str]:
+    def lock(self, name: str = LOCK, patience_s: float = 0.0) -> IO[str]:
         """Keep other runs out of this folder until the returned file is closed.
 
         The lock ends with the process that holds it, however that ends.
+
+        Args:
+            name: ``lock`` is held from before the first rank starts until after the last has
+                ended. Where what started the ranks is killed they live on for a moment: so the
+                first rank holds ``lock.first-rank`` besides.
+            patience_s: how long to wait for the holder to go.
 
         Raises:
             RunFolderError: another run holds the folder.
         """
         try:
-            file = (self.path / LOCK).open("a")
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / name).open("a+")
         except OSError as error:
             raise RunFolderError(f"cannot write the run folder {self.path}: {error}") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.close()
-            raise RunFolderError(
-                f"another run is writing to {self.path}; wait for it, or stop it first"
-            ) from error
+        end = time.monotonic() + patience_s
+        while not _locked(file):
+            if time.monotonic() >= end:
+                file.seek(0)
+                holder = file.read().strip() or "of an unknown process"
+                file.close()
+                raise RunFolderError(
+                    f"another run is writing to {self.path} ({holder}); wait for it, or stop it "
+                    "first"
+                )
+            time.sleep(0.05)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
         return file
+
+    def identity(self) -> Identity:
+        """Return whose folder this is.
+
+        Raises:
+            RunFolderError: that cannot be read.
+        """
+        path = self.path / IDENTITY
+        try:
+            values = json.loads(path.read_text())
+            return Identity(run=str(values["run"]), data=str(values["data"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(f"cannot read whose run {self.path} holds: {error}") from error
+
+    def check_data(self, data: str, source: str, *, allow_other: bool) -> None:
+        """Check that a resumed run reads what it read before.
+
+        Args:
+            data: the checksum of what it would read now.
+            source: where that is, for the message.
+            allow_other: take other data, from now on, instead of refusing it.
+
+        Raises:
+            RunFolderError: it is other data.
+        """
+        identity = self.identity()
+        if identity.data == data:
+            return
+        if not allow_other:
+            raise RunFolderError(
+                f"{source} is not the data that the run in {self.path} was trained on (SHA-256 "
+                f"{data[:12]}…, expected {identity.data[:12]}…), so that its position in the data "
+                "would mean another place; give the same data with --data, or --allow-other-data"
+            )
+        self._identify(attrs.evolve(identity, data=data))
 
     def config(self) -> RunConfig:
         """Return the settings the run was begun with.
@@ -127,6 +207,22 @@ class RunFolder:
         rows = [json.loads(line) for line in lines if _step_of(line) < float("inf")]
         losses = [float("nan") if row["loss"] is None else row["loss"] for row in rows]
         return [row["step"] for row in rows], losses
+
+    def _identify(self, identity: Identity) -> None:
+        path = self.path / IDENTITY
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps(attrs.asdict(identity), indent=2) + "\n")
+        aside.replace(path)
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise RunFolderError(f"cannot lock {file.name}: {error}") from error
+    return True
 
 
 def _step_of(line: str) -> float:

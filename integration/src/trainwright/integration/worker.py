@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -12,8 +13,8 @@ import attrs
 import numpy as np
 import torch
 
-from trainwright.checkpointing.state import StateStore
-from trainwright.collectives import Communicator
+from trainwright.checkpointing.state import Retention, StateStore
+from trainwright.collectives import Communicator, ReduceOp
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Corpus, default_source, fit_ngrams, read_corpus
 from trainwright.integration.data.reader import evenly_spaced
@@ -24,11 +25,14 @@ from trainwright.integration.observers import MetricsFile, display
 from trainwright.integration.parts import Parts, Progress, assemble
 from trainwright.integration.plot import plot_loss
 from trainwright.integration.recipe import Observer, StepRecord, train
-from trainwright.integration.run_folder import RunFolder
-from trainwright.integration.training_state import restore_state, save_state
-from trainwright.stability_guards import HaltError, Verdict
+from trainwright.integration.run_folder import WRITER, RunFolder
+from trainwright.integration.saver import Saver
+from trainwright.integration.training_state import restore_state
+from trainwright.stability_guards import HaltError
 
 PROMPT = b"\ndef "
+PATIENCE_S = 30.0
+"""How long a run waits for the ranks of one whose starter was killed."""
 
 
 @attrs.frozen
@@ -62,37 +66,34 @@ def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summa
         resume: whether to continue from the newest checkpoint.
     """
     folder = RunFolder(Path(out))
-    corpus = load_corpus(config)
-    parts = assemble(config, world, corpus)
-    store = StateStore(folder.checkpoints, world, coordinates=parts.mesh.coordinates)
-    progress = restore_state(store, parts) if resume else parts.start()
-    if progress.step > config.steps:
-        raise ConfigError(
-            f"--steps {config.steps}: the run in {out} has made {progress.step} steps already"
+    with contextlib.ExitStack() as held:
+        if world.rank == 0:
+            held.enter_context(folder.lock(WRITER, patience_s=PATIENCE_S))
+        corpus = load_corpus(config)
+        check_same_data(world, corpus)
+        parts = assemble(config, world, corpus)
+        saver = _open(folder, parts, resume)
+        last = _train(saver, folder)
+        saver.finish()
+        return _finish(parts, saver.progress, folder, corpus, last)
+
+
+def check_same_data(world: Communicator, corpus: Corpus) -> None:
+    """Check that all ranks have read the same.
+
+    Raises:
+        DataError: a rank has read something else; on every rank.
+
+    Communicates: one all-reduce of 16 bytes.
+    """
+    mine = int(corpus.checksum[:15], 16)
+    extremes = torch.tensor([mine, -mine], device=world.device)
+    world.all_reduce(extremes, ReduceOp.MIN).wait()
+    if extremes.tolist() != [mine, -mine]:
+        raise DataError(
+            f"the ranks have read different data; rank {world.rank} read {corpus.files} files and "
+            f"{len(corpus.train):,} bytes to train on from {corpus.source}"
         )
-    first = world.rank == 0
-    observers: list[Observer] = []
-    last: list[StepRecord] = []
-    observers.append(lambda record: last.__setitem__(slice(None), [record]))
-    metrics = None
-    if first:
-        folder.rewind(progress.step)
-        metrics = MetricsFile(folder.metrics)
-        observers.append(metrics)
-    if config.save_every:
-        observers.append(_saver(store, parts, progress))
-    try:
-        with display(first, config.steps, progress.step) as show:
-            train(parts, progress, [*observers, show])
-    finally:
-        if metrics is not None:
-            metrics.close()
-    reason = parts.guard.reason(progress.guard_state)
-    if reason:
-        raise HaltError(f"{reason}; the run ended on skipped steps, which are not saved")
-    if store.latest() != progress.step:
-        save_state(store, parts, progress)
-    return _finish(parts, progress, folder, corpus, last)
 
 
 def load_corpus(config: RunConfig) -> Corpus:
@@ -123,13 +124,43 @@ def report(summary: Summary, as_json: bool) -> None:
     )
 
 
-def _saver(store: StateStore, parts: Parts, progress: Progress) -> Observer:
-    def save(record: StepRecord) -> None:
-        # A state whose step was skipped may be the broken one: the checkpoint before it stays.
-        if record.step % parts.config.save_every == 0 and record.verdict is Verdict.CONTINUE:
-            save_state(store, parts, progress)
+def _open(folder: RunFolder, parts: Parts, resume: bool) -> Saver:
+    """Begin, or continue, the run that the folder names, and no other's checkpoints there."""
+    config, keep = parts.config, None
+    if config.keep is not None:
+        keep = Retention(config.keep, config.keep_every)
+    store = StateStore(
+        folder.checkpoints,
+        parts.mesh.world,
+        coordinates=parts.mesh.coordinates,
+        keep=keep,
+        run=folder.identity().run,
+    )
+    progress = restore_state(store, parts) if resume else None
+    saved = None if progress is None else progress.step
+    if saved is not None and saved > config.steps:
+        raise ConfigError(
+            f"--steps {config.steps}: the run in {folder.path} has made {saved} steps already"
+        )
+    return Saver(store, parts, progress or parts.start(), saved)
 
-    return save
+
+def _train(saver: Saver, folder: RunFolder) -> list[StepRecord]:
+    """Make the steps that are left; returns the last one's record, if there is one."""
+    parts, progress = saver.parts, saver.progress
+    first = parts.mesh.world.rank == 0
+    last: list[StepRecord] = []
+    with contextlib.ExitStack() as opened:
+        observers: list[Observer] = [lambda record: last.__setitem__(slice(None), [record])]
+        if first:
+            folder.rewind(progress.step)
+            observers.append(opened.enter_context(contextlib.closing(MetricsFile(folder.metrics))))
+        show = opened.enter_context(display(first, parts.steps, progress.step))
+        train(parts, progress, [*observers, saver, show])
+    reason = parts.guard.reason(progress.guard_state)
+    if reason:
+        raise HaltError(f"{reason}; the run ended on skipped steps, which are not saved")
+    return last
 
 
 def _finish(

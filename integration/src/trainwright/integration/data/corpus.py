@@ -34,6 +34,14 @@ class Corpus:
     skipped: tuple[str, ...]
     source: str
 
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of what is trained on and of what is held out, as hexadecimal digits."""
+        digest = hashlib.sha256(len(self.train).to_bytes(8, "little"))
+        digest.update(self.train.data)
+        digest.update(self.held_out.data)
+        return digest.hexdigest()
+
 
 def default_source() -> Path:
     """Return the folder of the running interpreter's standard library."""
