@@ -13,10 +13,9 @@ from typing import Any
 import attrs
 
 from trainwright.checkpointing.errors import DamagedCheckpointError, NotAvailableYetError
-from trainwright.checkpointing.protocol import Reader
 
 from .pickles import read_pickle
-from .readers import read_exactly
+from .readers import Bytes, read_exactly
 from .saved_tensor import ADMITTED, SavedTensor, find_storage
 from .showing import show
 from .strided import Strided
@@ -58,7 +57,7 @@ class Archive:
         DamagedCheckpointError: It is no archive, or its records are compressed or share bytes.
     """
 
-    def __init__(self, reader: Reader, begin: int, length: int, source: Path | str) -> None:
+    def __init__(self, reader: Bytes, begin: int, length: int, source: Path | str) -> None:
         self._reader = reader
         self.source = source
         self.length = length
@@ -177,7 +176,7 @@ class Archive:
 class _Window(io.RawIOBase):
     """A part of a file as a file of its own, for `zipfile`."""
 
-    def __init__(self, reader: Reader, begin: int, length: int, source: Path | str) -> None:
+    def __init__(self, reader: Bytes, begin: int, length: int, source: Path | str) -> None:
         self._reader, self._begin, self._length = reader, begin, length
         self._source = source
         self._at = 0

@@ -7,6 +7,7 @@ import stat
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from typing import Protocol
 
 from trainwright.checkpointing.errors import (
     DamagedCheckpointError,
@@ -20,6 +21,19 @@ from trainwright.checkpointing.state.files import LocalFiles
 from .showing import show
 
 _MAX_OPEN = 32
+
+
+class Bytes(Protocol):
+    """A file that can be read at any position: what this part asks of a `Reader`."""
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` from ``offset``; returns the bytes read, fewer only at the end."""
+        ...
 
 
 class Folder:
@@ -121,7 +135,7 @@ class Folder:
 
 
 class FolderFile:
-    """A `Reader` of one file of a folder, which opens it again where it had to close it."""
+    """`Bytes` of one file of a folder, which opens it again where it had to close it."""
 
     def __init__(self, folder: Folder, name: str, size: int) -> None:
         self._folder = folder
@@ -137,9 +151,6 @@ class FolderFile:
         """Fill ``buffer`` from ``offset``; returns the bytes read."""
         return self._folder.read_into(self._name, offset, buffer)
 
-    def close(self) -> None:
-        """Do nothing: the folder closes its files."""
-
 
 def check_name(name: str, folder: Path) -> str:
     """Return ``name``, the plain name of a file in ``folder``.
@@ -152,7 +163,7 @@ def check_name(name: str, folder: Path) -> str:
     return name
 
 
-def read_exactly(reader: Reader, offset: int, count: int, source: Path | str) -> bytearray:
+def read_exactly(reader: Bytes, offset: int, count: int, source: Path | str) -> bytearray:
     """Return bytes of a file, all of which must be there: nothing is allocated before that is sure.
 
     Raises:

@@ -19,11 +19,10 @@ import attrs
 import torch
 
 from trainwright.checkpointing.errors import DamagedCheckpointError, NotAvailableYetError, TreeError
-from trainwright.checkpointing.protocol import Reader
 from trainwright.checkpointing.state.dtypes import file_type
 from trainwright.checkpointing.state.header import parse_json
 
-from .readers import read_exactly
+from .readers import Bytes, read_exactly
 from .showing import show
 from .strided import Strided
 
@@ -60,7 +59,7 @@ def standard_dtypes() -> dict[str, torch.dtype]:
     return found
 
 
-def read_safetensors_file(reader: Reader, path: Path) -> SafetensorsFile:
+def read_safetensors_file(reader: Bytes, path: Path) -> SafetensorsFile:
     """Return what the header of a file says; no data is read.
 
     Raises:
@@ -91,7 +90,7 @@ def read_safetensors_file(reader: Reader, path: Path) -> SafetensorsFile:
 
 @attrs.frozen
 class _Header:
-    reader: Reader
+    reader: Bytes
     path: Path
     start: int
 

@@ -8,10 +8,9 @@ import attrs
 import torch
 
 from trainwright.checkpointing.errors import DamagedCheckpointError
-from trainwright.checkpointing.protocol import Reader
 from trainwright.collectives import Box
 
-from .readers import read_exactly
+from .readers import Bytes, read_exactly
 
 _READ_BYTES = 1 << 22  # the most memory that one read takes
 _NEAR_BYTES = 1 << 16  # gaps are read along below this; above, only where they are the smaller part
@@ -33,7 +32,7 @@ class Strided:
         is_neg: Whether the negative of what is stored is meant.
     """
 
-    reader: Reader
+    reader: Bytes
     begin: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,7 +43,7 @@ class Strided:
 
     @classmethod
     def packed(
-        cls, reader: Reader, begin: int, dtype: torch.dtype, shape: tuple[int, ...], source: str
+        cls, reader: Bytes, begin: int, dtype: torch.dtype, shape: tuple[int, ...], source: str
     ) -> Strided:
         """Return a row-major tensor without gaps."""
         stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
