@@ -62,6 +62,18 @@ def test_pictures_traces_and_tables_go_to_files_or_to_standard_output(
     assert from_csv(capsys.readouterr().out) == lower(zb_v(4, 12))
 
 
+def test_several_forms_are_written_at_once_each_to_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, trace, table = (tmp_path / name for name in ("out.svg", "out.json", "out.csv"))
+    words = ["--svg", str(picture), "--trace", str(trace), "--csv", str(table), "--json"]
+    assert main(["show", "zb-v", *SIZES, *words]) == 0
+    assert json.loads(capsys.readouterr().out)["schedule"] == "zb-v"
+    ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert table.read_text(encoding="utf-8") == to_csv(zb_v(4, 12))
+
+
 def test_tables_are_read_verified_and_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,7 +168,8 @@ def test_mistakes_are_one_line_and_exit_code_2(
         (["show", "1f1b", "--costs", "Q=1"], "'Q=1' names no cost; known are F, I, W, B"),
         (["show", "1f1b", "--costs", "F=one"], "'F=one' is no number"),
         (["show", "1f1b", "--costs", "F=1,F=2"], "F is given twice"),
-        (["show", "1f1b", *SIZES, "--json", "--csv"], "not allowed with"),
+        (["show", "1f1b", *SIZES, "--json", "--csv"], "--csv and --json both go to standard outp"),
+        (["show", "1f1b", *SIZES, "--svg", "x", "--csv", "x"], "--svg and --csv both go to x"),
     ],
 )
 def test_words_that_mean_nothing_end_with_code_2_and_one_line(

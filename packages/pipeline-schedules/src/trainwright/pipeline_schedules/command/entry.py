@@ -99,11 +99,13 @@ def _put_out(
         "csv": lambda: to_csv(schedule),
         "json": lambda: _json(schedule, simulation, stages, chosen.costs, found),
     }
-    for name, make in forms.items():
-        target = getattr(chosen, name)
-        if target is not None:
-            _write(make(), target)
-            return
+    wanted = {name: getattr(chosen, name) for name in forms if getattr(chosen, name) is not None}
+    if wanted:
+        # All of them before the first is written: what cannot be drawn leaves no file.
+        texts = [(forms[name](), target) for name, target in wanted.items()]
+        for text, target in texts:
+            _write(text, target)
+        return
     lines = [draw(simulation)]
     if found is not None:
         lines.append(f"{found.objective} {found.value:g}; none can be below {found.bound:g}")

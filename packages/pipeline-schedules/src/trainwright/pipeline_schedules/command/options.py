@@ -24,6 +24,12 @@ _COST_NAMES = {
     "gather": "gather",
     "reduce": "reduce",
 }
+_OUTPUTS = {
+    "svg": "write a picture",
+    "trace": "write a trace for Chrome and Perfetto",
+    "csv": "write the table that PyTorch reads",
+    "json": "write numbers and actions",
+}
 _COSTS_HELP = (
     "costs, such as F=1,I=1.1,W=0.9,latency=0.1; B of a whole backward (else I + W) and pair of an "
     "overlapped one (else F + B), bytes and bandwidth of transfers, gather and reduce of weights; "
@@ -49,7 +55,23 @@ def parse(words: list[str]) -> argparse.Namespace:
     _add_show(commands.add_parser("show", help="draw a generated schedule, or one from a table"))
     _add_compare(commands.add_parser("compare", help="print one table of all generators"))
     _add_search(commands.add_parser("search", help="search for costs and a memory limit"))
-    return top.parse_args(words)
+    chosen = top.parse_args(words)
+    if clash := _clash(chosen):
+        top.error(clash)
+    return chosen
+
+
+def _clash(chosen: argparse.Namespace) -> str | None:
+    """Why outputs cannot be written, if two go to one place."""
+    places: dict[str, str] = {}
+    for name in _OUTPUTS:
+        place = getattr(chosen, name, None)
+        if place in places:
+            where = "standard output" if place == STANDARD_OUTPUT else place
+            return f"--{places[place]} and --{name} both go to {where}; give each its own FILE"
+        if place is not None:
+            places[place] = name
+    return None
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
@@ -94,19 +116,13 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_mutually_exclusive_group()
-    for name, what in (
-        ("svg", "write a picture"),
-        ("trace", "write a trace for Chrome and Perfetto"),
-        ("csv", "write the table that PyTorch reads"),
-        ("json", "write numbers and actions"),
-    ):
-        group.add_argument(
+    for name, what in _OUTPUTS.items():
+        parser.add_argument(
             f"--{name}",
             nargs="?",
             const=STANDARD_OUTPUT,
             metavar="FILE",
-            help=f"{what} into FILE, or to standard output",
+            help=f"{what} into FILE, or to standard output (one of them)",
         )
     parser.add_argument(
         "--lowered", action="store_true", help="with transfers and reductions, as it is executed"
