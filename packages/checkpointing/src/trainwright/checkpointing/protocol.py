@@ -66,6 +66,13 @@ class Reader(Protocol):
         """Fill ``buffer`` from ``offset``; returns the bytes read, fewer only at the end."""
         ...
 
+    def view(self, offset: int, count: int) -> memoryview:
+        """Return the bytes from ``offset``, fewer only at the end; to be read, not written.
+
+        They are those of the file itself where it can be mapped, else a copy.
+        """
+        ...
+
     def close(self) -> None:
         """Release the file."""
         ...

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import attrs
@@ -13,6 +15,9 @@ from trainwright.checkpointing.protocol import Reader, Writer
 
 # File systems that have no way to sync a folder say so with one of these.
 _CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP)
+# So much is written before the disk is asked to begin. Measured: 8 MiB better than 32.
+_HAND_OVER_BYTES = 8 << 20
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 
 
 @attrs.frozen
@@ -84,11 +89,16 @@ class LocalFiles:
 class _LocalWriter:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._written = 0
+        self._handed_over = 0
 
     def write(self, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
         while len(view):
-            view = view[os.write(self._descriptor, view) :]
+            count = os.write(self._descriptor, view)
+            view = view[count:]
+            self._written += count
+            self._hand_over()
 
     def sync(self) -> None:
         os.fsync(self._descriptor)
@@ -96,11 +106,21 @@ class _LocalWriter:
     def close(self) -> None:
         os.close(self._descriptor)
 
+    def _hand_over(self) -> None:
+        """Let the disk begin now, so that it works while the next bytes are made."""
+        start, count = self._handed_over, self._written - self._handed_over
+        if count < _HAND_OVER_BYTES or not hasattr(os, "posix_fadvise"):
+            return
+        # Pages that nobody wants in memory are written out at once and without waiting.
+        os.posix_fadvise(self._descriptor, start, count, os.POSIX_FADV_DONTNEED)
+        self._handed_over = self._written
+
 
 class _LocalReader:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._size = os.fstat(descriptor).st_size
+        self._mapped = _map(descriptor, self._size)
 
     @property
     def size(self) -> int:
@@ -115,5 +135,35 @@ class _LocalReader:
             done += count
         return done
 
+    def view(self, offset: int, count: int) -> memoryview:
+        count = max(0, min(count, self._size - offset))
+        if self._mapped is not None and count and _bring(self._mapped, offset, count):
+            return memoryview(self._mapped)[offset : offset + count]
+        copy = memoryview(bytearray(count))
+        return copy[: self.read_into(offset, copy)]
+
     def close(self) -> None:
+        self._mapped = None  # unmapped once no view is left
         os.close(self._descriptor)
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap | None:
+    if size == 0 or not sys.platform.startswith("linux"):
+        return None
+    try:
+        return mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
+    except OSError:
+        return None  # not every file system can
+
+
+def _bring(mapped: mmap.mmap, offset: int, count: int) -> bool:
+    """Read a part of the file into memory; False where that fails or cannot be told.
+
+    Without it, a disk that fails would end the process by a signal when the bytes are looked at.
+    """
+    first = offset - offset % mmap.PAGESIZE
+    try:
+        mapped.madvise(_MADV_POPULATE_READ, first, offset + count - first)
+    except OSError:
+        return False
+    return True

@@ -14,19 +14,21 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from trainwright.checkpointing.errors import DamagedCheckpointError
-from trainwright.checkpointing.protocol import Files, Reader, Writer
+from trainwright.checkpointing.protocol import Files
 
 from .dtypes import dtype_name, file_type, to_bytes
-from .header import CHECKSUMS, MAX_HEADER_BYTES, METADATA, TensorInfo, parse_header
+from .header import CHECKSUMS, METADATA, TensorInfo, read_header
+from .index import DataFile, Piece
+from .piece_file import PieceFile, count_blocks
 from .tree import TensorLeaf
 
 
@@ -64,33 +66,76 @@ def plan_header(leaves: Iterable[TensorLeaf], block_bytes: int) -> tuple[bytes, 
     return len(text).to_bytes(8, "little") + text, ordered
 
 
-def write_tensor_file(
-    files: Files, path: Path, leaves: Sequence[TensorLeaf], block_bytes: int
-) -> FileRecord:
+@attrs.frozen(eq=False)
+class PlacedLeaf:
+    """A leaf and where a file has it: positions are those of `Piece`."""
+
+    leaf: TensorLeaf
+    offset: int
+    sums: int
+
+
+@attrs.frozen(eq=False)
+class FilePlan:
+    """All that is known of a file before it is written.
+
+    Args:
+        header: Its first bytes.
+        leaves: The leaves in the order of the file.
+        size: Its length in bytes.
+        block_bytes: Bytes of a leaf under one checksum.
+    """
+
+    header: bytes
+    leaves: tuple[PlacedLeaf, ...]
+    size: int
+    block_bytes: int
+
+
+def plan_file(leaves: Iterable[TensorLeaf], block_bytes: int) -> FilePlan:
+    """Return what a file with these leaves will be, and where each of them will stand in it."""
+    header, ordered = plan_header(leaves, block_bytes)
+    ends = accumulate((leaf.num_bytes for leaf in ordered), initial=len(header))
+    offsets = {leaf.path: offset for leaf, offset in zip(ordered, ends, strict=False)}
+    size = len(header) + sum(leaf.num_bytes for leaf in ordered)
+    sums: dict[str, int] = {}
+    for leaf in sorted(ordered, key=lambda leaf: leaf.path):
+        sums[leaf.path] = size
+        size += 4 * count_blocks(leaf.num_bytes, block_bytes)
+    placed = (PlacedLeaf(leaf, offsets[leaf.path], sums[leaf.path]) for leaf in ordered)
+    return FilePlan(header, tuple(placed), size, block_bytes)
+
+
+def write_planned_file(files: Files, path: Path, plan: FilePlan) -> FileRecord:
     """Write a new file with the leaves' local tensors and sync it.
 
     Extra memory: one leaf on the host, where it is not there already or not contiguous.
     """
-    header, ordered = plan_header(leaves, block_bytes)
+    table = bytearray(4 * sum(_num_blocks(placed, plan) for placed in plan.leaves))
+    start = plan.size - len(table)
     writer = files.create(path)
     try:
-        writer.write(header)
-        size = len(header)
-        sums: dict[str, bytes] = {}
-        for leaf in ordered:
-            sums[leaf.path] = _write_blocks(writer, leaf.tensor, block_bytes)
-            size += leaf.num_bytes
-        table = b"".join(sums[path] for path in sorted(sums))
-        writer.write(table)
+        writer.write(plan.header)
+        for placed in plan.leaves:
+            data = to_bytes(placed.leaf.tensor)
+            at = placed.sums - start
+            for begin in range(0, len(data), plan.block_bytes):
+                block = data[begin : begin + plan.block_bytes]
+                table[at : at + 4] = zlib.crc32(block).to_bytes(4, "little")
+                writer.write(block)  # while the caches hold it
+                at += 4
+        writer.write(bytes(table))
         writer.sync()
     finally:
         writer.close()
-    return FileRecord(size + len(table), zlib.crc32(header), zlib.crc32(table))
+    return FileRecord(plan.size, zlib.crc32(plan.header), zlib.crc32(table))
 
 
-def count_blocks(num_bytes: int, block_bytes: int) -> int:
-    """Return how many blocks a tensor of so many bytes has."""
-    return -(-num_bytes // block_bytes)
+def write_tensor_file(
+    files: Files, path: Path, leaves: Sequence[TensorLeaf], block_bytes: int
+) -> FileRecord:
+    """Plan a file with these leaves and write it."""
+    return write_planned_file(files, path, plan_file(leaves, block_bytes))
 
 
 class TensorFile:
@@ -106,36 +151,23 @@ class TensorFile:
     """
 
     def __init__(self, files: Files, path: Path, record: FileRecord) -> None:
-        self._path = path
-        self._reader: Reader = files.open(path)
+        reader = files.open(path)
         try:
-            self._open(record)
+            self._start, header = read_header(reader, path, record.size, record.header_crc32)
+            begin, end = header.table
+            self._table = self._start + begin
+            found = zlib.crc32(reader.view(self._table, end - begin))
+            if found != record.table_crc32:
+                raise DamagedCheckpointError(
+                    f"{path} is damaged: table of checksums: expected checksum "
+                    f"{record.table_crc32:08x}, found {found:08x}"
+                )
         except BaseException:
-            self.close()
+            reader.close()
             raise
-
-    def _open(self, record: FileRecord) -> None:
-        if self._reader.size != record.size:
-            raise _damaged(self._path, "length", record.size, self._reader.size)
-        length = int.from_bytes(self._read(0, 8), "little")
-        if not 2 <= length <= min(record.size - 8, MAX_HEADER_BYTES):
-            raise DamagedCheckpointError(
-                f"{self._path} is damaged: {record.size} bytes cannot have a header of {length}"
-            )
-        header = self._read(0, 8 + length)
-        if zlib.crc32(header) != record.header_crc32:
-            raise _damaged_sum(self._path, "header", record.header_crc32, zlib.crc32(header))
-        self._start = len(header)
-        parsed = parse_header(header[8:], record.size - self._start, self._path)
-        self._block_bytes = parsed.block_bytes
-        self.tensors: dict[str, TensorInfo] = parsed.tensors
-        begin, end = parsed.table
-        table = self._read(self._start + begin, end - begin)
-        if zlib.crc32(table) != record.table_crc32:
-            raise _damaged_sum(
-                self._path, "table of checksums", record.table_crc32, zlib.crc32(table)
-            )
-        self._sums = np.frombuffer(table, dtype="<u4")
+        self.tensors: dict[str, TensorInfo] = header.tensors
+        self._file = DataFile(0, record.size, header.block_bytes)
+        self._pieces = PieceFile(reader, path, self._file)
 
     def read(
         self, name: str, runs: Sequence[tuple[slice, slice]], into: npt.NDArray[np.uint8]
@@ -151,21 +183,7 @@ class TensorFile:
             DamagedCheckpointError: A block is not what was written.
         """
         info = self.tensors[name]
-        size = info.dtype.itemsize
-        block = np.empty(0, dtype=np.uint8)
-        number = -1
-        for source, target in runs:
-            at, stop = source.start * size, source.stop * size
-            write_at = target.start * size
-            while at < stop:
-                if at // self._block_bytes != number:
-                    number = at // self._block_bytes
-                    block = np.frombuffer(self._read_block(info, number), dtype=np.uint8)
-                first = at - number * self._block_bytes
-                count = min(stop - at, len(block) - first)
-                into[write_at : write_at + count] = block[first : first + count]
-                at += count
-                write_at += count
+        self._pieces.read(self._piece(info), info.dtype, runs, into)
 
     def verify(self) -> None:
         """Read every block and compare its checksum.
@@ -174,48 +192,16 @@ class TensorFile:
             DamagedCheckpointError: A block is not what was written.
         """
         for info in self.tensors.values():
-            for number in range(count_blocks(info.end - info.begin, self._block_bytes)):
-                self._read_block(info, number)
+            self._pieces.verify(self._piece(info), info.dtype)
 
     def close(self) -> None:
         """Release the file."""
-        self._reader.close()
+        self._pieces.close()
 
-    def _read_block(self, info: TensorInfo, number: int) -> bytearray:
-        begin = info.begin + number * self._block_bytes
-        end = min(begin + self._block_bytes, info.end)
-        block = self._read(self._start + begin, end - begin)
-        found = zlib.crc32(block)
-        expected = int(self._sums[info.first_block + number])
-        if found != expected:
-            what = f"tensor {info.name!r}, bytes {begin} to {end} of the data"
-            raise _damaged_sum(self._path, what, expected, found)
-        return block
-
-    def _read(self, offset: int, count: int) -> bytearray:
-        buffer = bytearray(count)
-        done = self._reader.read_into(offset, memoryview(buffer))
-        if done != count:
-            raise _damaged(self._path, f"bytes at {offset}", count, done)
-        return buffer
+    def _piece(self, info: TensorInfo) -> Piece:
+        sums = self._table + 4 * info.first_block
+        return Piece(self._file, info.spec, self._start + info.begin, sums)
 
 
-def _write_blocks(writer: Writer, tensor: torch.Tensor, block_bytes: int) -> bytes:
-    """Write a tensor's bytes and return the checksums of its blocks."""
-    data = to_bytes(tensor)
-    sums = bytearray()
-    for begin in range(0, len(data), block_bytes):
-        block = data[begin : begin + block_bytes]
-        writer.write(block)
-        sums += zlib.crc32(block).to_bytes(4, "little")
-    return bytes(sums)
-
-
-def _damaged(path: Path, what: str, expected: int, found: int) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"{path} is damaged: {what}: expected {expected}, found {found}")
-
-
-def _damaged_sum(path: Path, what: str, expected: int, found: int) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"{path} is damaged: {what}: expected checksum {expected:08x}, found {found:08x}"
-    )
+def _num_blocks(placed: PlacedLeaf, plan: FilePlan) -> int:
+    return count_blocks(placed.leaf.num_bytes, plan.block_bytes)

@@ -15,7 +15,8 @@ class FailingFiles:
 
     Args:
         inner: Where everything else goes.
-        operation: Name of a method of `Files`, or ``write``, ``sync`` of its writers.
+        operation: Name of a method of `Files`, or ``write``, ``sync`` of its writers, or ``read``
+            for both ways in which its readers read.
         error: What it raises, each time.
         after: Successes before the first failure; for ``write`` bytes, for others calls.
     """
@@ -45,7 +46,7 @@ class FailingFiles:
     def open(self, path: Path) -> Reader:
         """See `Files.open`."""
         self._spend("open")
-        return self.inner.open(path)
+        return _FailingReader(self, self.inner.open(path))
 
     def names(self, folder: Path) -> list[str]:
         """See `Files.names`."""
@@ -92,6 +93,27 @@ class _FailingWriter:
     def sync(self) -> None:
         self.files._spend("sync")
         self.inner.sync()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@attrs.define(eq=False)
+class _FailingReader:
+    files: FailingFiles
+    inner: Reader
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        self.files._spend("read")
+        return self.inner.read_into(offset, buffer)
+
+    def view(self, offset: int, count: int) -> memoryview:
+        self.files._spend("read")
+        return self.inner.view(offset, count)
 
     def close(self) -> None:
         self.inner.close()

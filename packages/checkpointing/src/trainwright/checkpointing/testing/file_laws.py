@@ -22,6 +22,24 @@ def law_what_was_written_is_read_at_any_offset(files: Files, root: Path) -> None
     reader.close()
 
 
+def law_a_view_shows_what_was_written_and_ends_with_the_file(files: Files, root: Path) -> None:
+    """A view may be longer than its reader lives."""
+    _write(files, root / "a", bytes(range(256)) * 100)
+    _write(files, root / "empty")
+    reader, empty = files.open(root / "a"), files.open(root / "empty")
+    seen = [reader.view(*place) for place in ((0, 3), (5000, 10), (25590, 20), (25600, 5), (7, 0))]
+    assert len(empty.view(0, 5)) == 0
+    reader.close()
+    empty.close()
+    assert [bytes(view) for view in seen] == [
+        bytes([0, 1, 2]),
+        bytes(range(136, 146)),
+        bytes(range(246, 256)),
+        b"",
+        b"",
+    ]
+
+
 def law_a_file_is_not_created_twice(files: Files, root: Path) -> None:
     """Nothing that is there is ever overwritten."""
     _write(files, root / "a", b"first")
@@ -70,6 +88,7 @@ def law_what_is_not_there_is_said_so(files: Files, root: Path) -> None:
 
 FILES_LAWS: tuple[Callable[[Files, Path], None], ...] = (
     law_what_was_written_is_read_at_any_offset,
+    law_a_view_shows_what_was_written_and_ends_with_the_file,
     law_a_file_is_not_created_twice,
     law_folders_are_made_with_their_parents_and_kept,
     law_a_rename_moves_all_that_is_in_a_folder,

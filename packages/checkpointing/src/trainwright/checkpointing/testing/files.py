@@ -213,6 +213,10 @@ class _MemoryReader:
             buffer[: len(data)] = data
             return len(data)
 
+    def view(self, offset: int, count: int) -> memoryview:
+        with self._files._operation():
+            return memoryview(bytes(self._file.data[offset : offset + count]))
+
     def close(self) -> None:
         return
 
