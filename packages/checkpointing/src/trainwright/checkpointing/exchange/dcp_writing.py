@@ -159,12 +159,17 @@ class _Stream(io.RawIOBase):
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self.num_bytes = 0
+        self.failure: BaseException | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any, /) -> int:
-        self._writer.write(data)
+        try:
+            self._writer.write(data)
+        except BaseException as error:
+            self.failure = error  # torch.save would speak of an unexpected position instead
+            raise
         self.num_bytes += len(data)
         return len(data)
 
@@ -172,7 +177,12 @@ class _Stream(io.RawIOBase):
 def _save(value: Any, stream: _Stream) -> tuple[int, int]:
     """Append a value as `torch.save` writes it; return where it begins and its length."""
     begin = stream.num_bytes
-    torch.save(value, cast("IO[bytes]", stream))
+    try:
+        torch.save(value, cast("IO[bytes]", stream))
+    except Exception:
+        if stream.failure is not None:
+            raise stream.failure from None
+        raise
     return begin, stream.num_bytes - begin
 
 
