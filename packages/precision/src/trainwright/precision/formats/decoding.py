@@ -1,0 +1,80 @@
+"""From codes to numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainwright.precision.errors import PrecisionError
+
+from .packing import pack_codes
+
+if TYPE_CHECKING:
+    from .number_format import NumberFormat
+
+_TABLE_BITS = 8
+_FLOAT64_MANTISSA_BITS = 52
+_FLOAT64_BIAS = 1023
+
+
+def decode_codes(codes: torch.Tensor, format: NumberFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of integer codes of any shape, in float32 or float64."""
+    _check(codes, format, dtype)
+    if format.bits <= _TABLE_BITS:
+        every = torch.arange(1 << format.bits, device=codes.device)
+        table = _compute(every, format).to(dtype)
+        return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    if format.dtype is not None:
+        return pack_codes(codes, format.name, format.bits, format.dtype).to(dtype)
+    return _compute(codes.long(), format).to(dtype)
+
+
+def _check(codes: torch.Tensor, format: NumberFormat, dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        raise PrecisionError(f"codes are decoded to float32 or float64, got {dtype}; cast then")
+    if codes.dtype.is_floating_point or codes.dtype.is_complex or codes.dtype is torch.bool:
+        raise PrecisionError(
+            f"codes of {format.name} must be integers, got {codes.dtype}; take codes_of() of a "
+            "tensor of its dtype"
+        )
+    held = torch.iinfo(codes.dtype)
+    if codes.numel() == 0 or (held.min == 0 and held.max < 1 << format.bits):
+        return
+    low, high = torch.aminmax(codes)
+    if int(low) < 0 or int(high) >= 1 << format.bits:
+        raise PrecisionError(
+            f"codes of {format.name} go from 0 to {(1 << format.bits) - 1}, got {int(low)} to "
+            f"{int(high)}"
+        )
+
+
+def _compute(codes: torch.Tensor, format: NumberFormat) -> torch.Tensor:
+    """Return float64 numbers from the fields of int64 codes."""
+    mantissa_bits = format.mantissa_bits
+    sign_bit = 1 << (format.exponent_bits + mantissa_bits)
+    magnitude = codes & (sign_bit - 1)
+    field = magnitude >> mantissa_bits
+    # The exponent field 0 holds numbers without implicit bit at the exponent of field 1.
+    normal = field > 0 if format.signed else torch.ones_like(field, dtype=torch.bool)
+    significand = (magnitude & ((1 << mantissa_bits) - 1)) + (normal.long() << mantissa_bits)
+    exponent = field.clamp_min(1) if format.signed else field
+    unit = (exponent - format.bias - mantissa_bits + _FLOAT64_BIAS) << _FLOAT64_MANTISSA_BITS
+    values = significand.double() * unit.view(torch.float64)
+    negative = (codes & sign_bit) > 0
+    values = torch.where(negative, -values, values)
+    if format.has_infinity:
+        infinite = magnitude == format.max_code + 1
+        values[infinite] = torch.where(negative[infinite], -torch.inf, torch.inf).double()
+    return values.masked_fill_(_is_nan(codes, magnitude, sign_bit, format), torch.nan)
+
+
+def _is_nan(
+    codes: torch.Tensor, magnitude: torch.Tensor, sign_bit: int, format: NumberFormat
+) -> torch.Tensor:
+    if not format.has_nan:
+        return torch.zeros_like(codes, dtype=torch.bool)
+    first_nan = format.max_code + 1 + format.has_infinity
+    if first_nan == sign_bit:  # the code of negative zero
+        return codes == sign_bit
+    return magnitude >= first_nan

@@ -1,0 +1,146 @@
+"""What becomes of the digits that a format has not."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import attrs
+import torch
+
+from trainwright.collectives import Box
+from trainwright.collectives.random import Key, uniform, uniform_at
+from trainwright.precision.errors import PrecisionError
+
+_DRAWN_BITS = 53
+
+
+class Rounding(Protocol):
+    """Drops low bits of significands.
+
+    Laws: the result is one of the two integers next to ``significand / 2**shift``, or that itself
+    where it is an integer; signs are not seen, so that rounding is symmetric.
+    """
+
+    def __call__(self, significand: torch.Tensor, shift: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the significands without their lowest ``shift`` bits.
+
+        Args:
+            significand: non-negative int32 below 2**24 or int64 below 2**53, flat.
+            shift: how many bits go, of each; may be more than there are.
+            first: the position, in the tensor that is being encoded, of the first of them.
+
+        Returns:
+            New integers of the same or a wider dtype.
+        """
+        ...
+
+
+def nearest_even(significand: torch.Tensor, shift: torch.Tensor, first: int) -> torch.Tensor:
+    """Round to the nearer of two numbers, to the even one from the middle."""
+    shift = _within_width(significand, shift)
+    dropped = (1 << shift).sub_(1)
+    # One below the half, and one more where the last kept bit is set; nothing where nothing goes.
+    odd = (significand >> shift).bitwise_and_(1).bitwise_and_(dropped)
+    return dropped.bitwise_right_shift_(1).add_(odd).add_(significand).bitwise_right_shift_(shift)
+
+
+def toward_zero(significand: torch.Tensor, shift: torch.Tensor, first: int) -> torch.Tensor:
+    """Cut the digits off."""
+    return significand >> _within_width(significand, shift)
+
+
+def by_draws(significand: torch.Tensor, shift: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Round up if a draw is below the dropped digits, as a part of the distance of the two numbers.
+
+    Args:
+        significand: as in `Rounding`.
+        shift: as there.
+        draws: int64 integers 0 to 2**53 - 1, of which the high ``shift`` bits count. If all are
+            equally likely, the expected value is that of the significand: exactly so while at most
+            53 bits go, else but for less than 2**-53 of the distance of the two numbers.
+    """
+    beyond = (shift.long() - _DRAWN_BITS).clamp_(0, 62)
+    kept = significand.long() >> beyond
+    shift = shift.long().clamp_max(_DRAWN_BITS)
+    return (draws >> (_DRAWN_BITS - shift)).add_(kept).bitwise_right_shift_(shift)
+
+
+@attrs.frozen
+class Stochastic:
+    """Rounds up with the probability that keeps the expected value, by numbers of the place.
+
+    An element's draw depends on the key and on its position in the global tensor, on nothing else:
+    replicas round alike, and a shard rounds as that part of the whole. Use another name or step for
+    every rounding that must be independent.
+
+    Args:
+        key: seed, name such as that of the parameter, and step.
+        shape: the global tensor's, if only a box of it is rounded here.
+        box: which part of it is; None: all of it.
+        start: position, in the box in row-major order, of the first element here.
+
+    Raises:
+        PrecisionError: a box without the global shape, or not within it; a negative start; or, when
+            rounding, more elements than the box has from ``start``.
+    """
+
+    key: Key
+    shape: tuple[int, ...] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(tuple)
+    )
+    box: Box | None = None
+    start: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        if self.start < 0:
+            raise PrecisionError(f"start must not be negative, got {self.start}")
+        if self.box is None:
+            return
+        if self.shape is None:
+            raise PrecisionError(f"{self.box} needs the shape of the global tensor")
+        if len(self.shape) != len(self.box.stop) or any(
+            stop > size for stop, size in zip(self.box.stop, self.shape, strict=True)
+        ):
+            raise PrecisionError(f"{self.box} is not within the global shape {self.shape}")
+
+    def __call__(self, significand: torch.Tensor, shift: torch.Tensor, first: int) -> torch.Tensor:
+        """Return what `by_draws` makes of the draws of these places."""
+        where = self.start + first
+        unit = self._uniform(where, where + significand.numel(), significand.device)
+        return by_draws(significand, shift, unit.mul_(2.0**_DRAWN_BITS).long())
+
+    def _uniform(self, first: int, stop: int, device: torch.device) -> torch.Tensor:
+        """Return the float64 numbers of a range of the box."""
+        part = Box.full(self.shape) if self.box is None and self.shape is not None else self.box
+        if part is None:
+            part = Box((0,), (stop,))
+        if stop > part.numel:
+            raise PrecisionError(
+                f"elements {first} to {stop - 1} are rounded, but {part} has only {part.numel}"
+            )
+        if part.shape[1:] == (self.shape or part.shape)[1:]:
+            offset = (part.start[0] if part.start else 0) * math.prod(part.shape[1:])
+            run = Box((offset + first,), (offset + stop,))
+            return uniform(self.key, run.stop, box=run, dtype=torch.float64, device=device)
+        places = _places(part, self.shape or part.shape, first, stop, device)
+        return uniform_at(self.key, places, dtype=torch.float64)
+
+
+def _places(
+    box: Box, shape: tuple[int, ...], first: int, stop: int, device: torch.device
+) -> torch.Tensor:
+    """Return the global row-major positions of a range of a box's elements."""
+    rest = torch.arange(first, stop, device=device)
+    places = torch.zeros_like(rest)
+    stride = 1
+    for begin, extent, size in reversed(list(zip(box.start, box.shape, shape, strict=True))):
+        places += (rest % extent + begin) * stride
+        rest = rest // extent
+        stride *= size
+    return places
+
+
+def _within_width(significand: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    # All that goes beyond the significand's bits goes alike; a longer shift has no meaning.
+    return shift.clamp_max(torch.iinfo(significand.dtype).bits - 2)
