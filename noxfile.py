@@ -107,6 +107,14 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def kills(session: nox.Session) -> None:
+    """Kill runs at many moments, resume them, and compare with runs that were never stopped."""
+    with Timer(session):
+        prepare(session, *PROJECTS)
+        pytest(session, "long", "-m", "long", "integration/tests", *session.posargs)
+
+
+@nox.session(default=False)
 def mutants(session: nox.Session) -> None:
     """Plant named faults one by one and print which of them the tests catch."""
     with Timer(session):
