@@ -13,7 +13,7 @@ from trainwright.collectives import Box
 from .readers import Bytes, read_exactly
 
 _READ_BYTES = 1 << 22  # the most memory that one read takes
-_NEAR_BYTES = 1 << 16  # gaps are read along below this; above, only where they are the smaller part
+_PAGE_BYTES = 1 << 12  # what a disk reads at once
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -61,7 +61,8 @@ class Strided:
             return
         last = sum((n - 1) * s for n, s in zip(box.shape, self.stride, strict=True))
         span = (last + 1) * self.dtype.itemsize
-        is_dense = span <= max(_NEAR_BYTES, 2 * box.numel * self.dtype.itemsize)
+        wanted = box.numel * self.dtype.itemsize
+        is_dense = span - wanted <= max(_PAGE_BYTES, wanted // 8)  # small gaps are read along
         if box.numel == 1 or (is_dense and span <= _READ_BYTES):
             self._copy_span(box, span, into)
             return
