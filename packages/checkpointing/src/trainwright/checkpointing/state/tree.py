@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Mapping
+import copy
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from trainwright.checkpointing.errors import TreeError
 from trainwright.collectives.shard_spec import ShardSpec
 
 from .dtypes import is_storable
+from .plain import decode_plain, dump_plain, encode_plain
+
+__all__ = [
+    "Leaves",
+    "Sharded",
+    "TensorLeaf",
+    "Tree",
+    "check_axes",
+    "decode_plain",
+    "dump_plain",
+    "encode_plain",
+    "put_plain",
+    "take_leaves",
+]
 
 RESERVED = ("__metadata__", "__crc32__")
-_FLOAT = "__float__"
 
 Tree = Mapping[str, Any]
 
@@ -44,6 +59,9 @@ class Sharded:
                 f"{self.spec.name}: the spec says a local tensor of shape {self.spec.local_shape} "
                 f"(or flat), got {shape}"
             )
+
+
+_DATA = (torch.Tensor, Sharded, np.ndarray)
 
 
 @attrs.frozen(eq=False)
@@ -80,8 +98,16 @@ class Leaves:
     plain: dict[str, Any]
 
 
-def take_leaves(tree: Tree) -> Leaves:
+def take_leaves(tree: Tree, *, to_fill: bool = False) -> Leaves:
     """Return the leaves of ``tree``; paths are keys joined by ``/``.
+
+    A dictionary is part of the tree, and so is a list or tuple that holds a tensor at any depth;
+    its positions are its keys. Any other list is one plain value. Whole numbers as keys, as
+    optimizers use them, stand for their digits. A numpy array is a tensor that shares its memory.
+
+    Args:
+        tree: The state.
+        to_fill: Whether its tensors will be written to.
 
     Raises:
         TreeError: A key or a leaf is not of a kind that can be stored; the path is named.
@@ -89,84 +115,22 @@ def take_leaves(tree: Tree) -> Leaves:
     leaves = Leaves({}, {})
     if not isinstance(tree, Mapping):
         raise TreeError(f"the state must be a dictionary, got {type(tree).__name__}")
-    for path, leaf in _walk(tree, ""):
-        if isinstance(leaf, Sharded):
-            _check_tensor(path, leaf.tensor)
-            leaves.tensors[path] = TensorLeaf(path, leaf.tensor, leaf.spec, everywhere=False)
-        elif isinstance(leaf, torch.Tensor):
-            _check_tensor(path, leaf)
-            spec = ShardSpec.full(path, leaf.shape)
-            leaves.tensors[path] = TensorLeaf(path, leaf, spec, everywhere=True)
-        else:
-            leaves.plain[path] = encode_plain(path, leaf)
+    try:
+        for path, leaf in _walk(tree, ""):
+            if path in leaves.tensors or path in leaves.plain:
+                raise TreeError(f"{path}: two keys of the state have this path")
+            if isinstance(leaf, _DATA):
+                leaves.tensors[path] = _take_tensor(path, leaf, to_fill)
+            else:
+                leaves.plain[path] = encode_plain(path, leaf)
+    except RecursionError as error:
+        raise TreeError("the state is nested too deeply, or holds itself") from error
     return leaves
 
 
-def put_plain(tree: Tree, plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``tree`` with its plain leaves replaced by those of ``plain``."""
-    result: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            result[key] = put_plain(value, plain, f"{path}/")
-        elif isinstance(value, (torch.Tensor, Sharded)):
-            result[key] = value
-        else:
-            result[key] = plain[path]
-    return result
-
-
-def encode_plain(path: str, value: Any) -> Any:
-    """Return ``value`` as JSON can hold it exactly; infinities and NaN become objects.
-
-    Raises:
-        TreeError: The value is not of a JSON type; a tuple, which would come back as a list, too.
-    """
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else {_FLOAT: repr(value)}
-    if kind is list:
-        return [encode_plain(f"{path}[{number}]", item) for number, item in enumerate(value)]
-    if kind is dict:
-        for key in value:
-            if type(key) is not str or key == _FLOAT:
-                raise TreeError(
-                    f"{path}: a key must be a string other than {_FLOAT!r}, got {key!r}"
-                )
-        return {key: encode_plain(f"{path}.{key}", item) for key, item in value.items()}
-    hint = "; write list(value)" if isinstance(value, tuple) else ""
-    raise TreeError(
-        f"{path}: only tensors, Sharded, None and plain bool, int, float, str, list, dict can be "
-        f"stored, got {kind.__module__}.{kind.__qualname__}{hint}"
-    )
-
-
-def decode_plain(value: Any) -> Any:
-    """Return what `encode_plain` was given.
-
-    Raises:
-        ValueError: It has not made this value.
-    """
-    if isinstance(value, list):
-        return [decode_plain(item) for item in value]
-    if isinstance(value, dict):
-        if _FLOAT in value:
-            if value[_FLOAT] not in ("nan", "inf", "-inf"):
-                raise ValueError(f"{value!r} is no plain value")
-            return float(value[_FLOAT])
-        return {key: decode_plain(item) for key, item in value.items()}
-    return value
-
-
-def dump_plain(plain: Mapping[str, Any]) -> bytes:
-    """Return encoded values as JSON, equal for equal values."""
-    try:
-        text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (RecursionError, ValueError) as error:
-        raise TreeError(f"a plain value cannot be written as JSON: {error}") from error
-    return text.encode("ascii")
+def put_plain(tree: Tree, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``tree`` with its plain leaves replaced by those of ``plain``, where it has them."""
+    return dict(_put_into(tree, "", lambda path, value: plain.get(path, value)))
 
 
 def check_axes(leaves: Leaves, coordinates: Mapping[str, int], num_ranks: int) -> None:
@@ -187,21 +151,76 @@ def check_axes(leaves: Leaves, coordinates: Mapping[str, int], num_ranks: int) -
 
 def _walk(tree: Tree, prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if type(key) is not str or not key or "/" in key:
+        if type(key) not in (str, int) or key == "" or (type(key) is str and "/" in key):
             raise TreeError(
-                f"{prefix or 'the top level'}: keys must be strings, not empty and without '/', "
-                f"got {key!r}"
+                f"{prefix or 'the top level'}: keys must be whole numbers, or strings, not empty "
+                f"and without '/', got {key!r}"
             )
         path = f"{prefix}{key}"
         if path in RESERVED:
             raise TreeError(f"{path!r} is a name that the file format keeps for itself")
-        if isinstance(value, Mapping):
-            yield from _walk(value, f"{path}/")
-        else:
+        branches = _branches(value)
+        if branches is None:
             yield path, value
+        else:
+            yield from _walk(branches, f"{path}/")
 
 
-def _check_tensor(path: str, tensor: torch.Tensor) -> None:
+def _branches(value: Any) -> Mapping[Any, Any] | None:
+    """Return what is below a node of the tree, or None if it is a leaf."""
+    if isinstance(value, Mapping):
+        return None if type(value) is Counter else value
+    if isinstance(value, (list, tuple)) and _holds_data(value):
+        return dict(enumerate(value))
+    return None
+
+
+def _holds_data(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_data, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_data, value))
+    return isinstance(value, _DATA)
+
+
+def _put_into(value: Any, path: str, plain: Callable[[str, Any], Any]) -> Any:
+    """Return a node in its own type with what ``plain`` makes of each plain leaf below it."""
+    branches = _branches(value) if path else value
+    if branches is None:
+        return value if isinstance(value, _DATA) else plain(path, value)
+    prefix = f"{path}/" if path else ""
+    filled = {key: _put_into(item, f"{prefix}{key}", plain) for key, item in branches.items()}
+    if isinstance(value, (list, tuple)):
+        items = filled.values()
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    if isinstance(value, OrderedDict):  # keeps what a module's state dict says of its versions
+        ordered = copy.copy(value)
+        ordered.update(filled)
+        return ordered
+    return filled
+
+
+def _take_tensor(path: str, leaf: Any, to_fill: bool) -> TensorLeaf:
+    if isinstance(leaf, Sharded):
+        _check_tensor(path, leaf.tensor, to_fill)
+        return TensorLeaf(path, leaf.tensor, leaf.spec, everywhere=False)
+    if isinstance(leaf, torch.Tensor):
+        _check_tensor(path, leaf, to_fill)
+        return TensorLeaf(path, leaf, ShardSpec.full(path, leaf.shape), everywhere=True)
+    try:
+        if not leaf.flags.writeable:
+            if to_fill:
+                raise ValueError("it is read-only and cannot be filled")
+            leaf = leaf.copy()
+        tensor = torch.from_numpy(leaf)
+    except (TypeError, ValueError) as error:
+        raise TreeError(f"{path}: numpy array of {leaf.dtype}: {error}") from error
+    return TensorLeaf(path, tensor, ShardSpec.full(path, leaf.shape), everywhere=True)
+
+
+def _check_tensor(path: str, tensor: torch.Tensor, to_fill: bool) -> None:
+    if is_lazy(tensor):
+        raise TreeError(f"{path}: the parameter has no shape yet; run its module once")
     if hasattr(tensor, "to_local"):
         raise TreeError(f"{path}: pass Sharded(tensor.to_local(), spec) in place of a DTensor")
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -210,3 +229,10 @@ def _check_tensor(path: str, tensor: torch.Tensor) -> None:
         raise TreeError(f"{path}: the tensor is on the meta device and has no data")
     if not is_storable(tensor.dtype):
         raise TreeError(f"{path}: tensors of {tensor.dtype} cannot be stored")
+    if to_fill and tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise TreeError(f"{path}: an inference tensor can be filled under inference_mode() only")
+    shares = (
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    if to_fill and any(shares):
+        raise TreeError(f"{path}: elements of an expanded tensor share memory; pass its clone()")
