@@ -154,9 +154,12 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all_ranks_and_changes_nothing(nu
         ("make_folder", 1),
         ("create", 0),
         ("create", 1),
+        ("create", 2),
         ("write", 700),
+        ("write", 1000),
         ("sync", 0),
         ("sync", 1),
+        ("sync", 2),
         ("size", 0),
         ("sync_folder", 0),
         ("sync_folder", 1),
@@ -167,10 +170,9 @@ def test_an_operation_that_fails_on_rank_0_is_an_error_on_all_ranks(operation, a
     files = CrashingFiles()
     denied = PermissionError(errno.EACCES, "denied", "/runs/a")
     folder = StateStore(ROOT, files=files, run="r").save(5, _tree(5))
-    spend = len(list(files.names(ROOT))) if operation == "size" else after
 
     def save(comm):
-        own = FailingFiles(files, operation, denied, after=spend) if comm.rank == 0 else files
+        own = FailingFiles(files, operation, denied, after=after) if comm.rank == 0 else files
         with pytest.raises(SaveFailedError, match=r"rank 0: .*denied"):
             _save(own, 6, comm)
 

@@ -12,19 +12,21 @@ from hypothesis import strategies as st
 
 from trainwright.checkpointing.errors import (
     CheckpointingError,
+    CheckpointingWarning,
     DamagedCheckpointError,
     NoCheckpointError,
 )
 from trainwright.checkpointing.state import Sharded, StateStore
 from trainwright.checkpointing.state.header import parse_header
-from trainwright.checkpointing.state.manifest import Manifest, decode_manifest
-from trainwright.checkpointing.state.tensor_file import FileRecord, plan_header
+from trainwright.checkpointing.state.manifest import IndexRecord, Manifest, decode_manifest
+from trainwright.checkpointing.state.tensor_file import plan_header
 from trainwright.checkpointing.state.tree import take_leaves
 from trainwright.checkpointing.testing.files import CrashingFiles
 from trainwright.collectives import Box, ShardSpec
 
 ROOT = Path("/runs/a")
 HERE = Path("there")
+MANIFEST = Manifest("r", 1, 1, {"a": 1}, 2, (IndexRecord(9, 1), IndexRecord(8, 2)))
 
 
 def _saved():
@@ -94,17 +96,27 @@ def test_a_damaged_block_names_file_tensor_and_both_checksums():
         _load(store)
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
-@pytest.mark.parametrize("kept", ["nothing", "all but a byte"])
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "index-00000.json", "manifest.json"])
+@pytest.mark.parametrize("kept", ["no file", "nothing", "all but a byte"])
 def test_a_shortened_file_makes_the_checkpoint_incomplete_and_the_one_before_the_latest(name, kept):
     files, store, folder = _saved()
-    files.truncate(folder / name, 0 if kept == "nothing" else files.size(folder / name) - 1)
+    if kept == "no file":
+        del files._folder(folder).names[name]
+    else:
+        files.truncate(folder / name, 0 if kept == "nothing" else files.size(folder / name) - 1)
 
     assert store.latest() == 1
-    assert _load(store)["step"] == 1
+    with pytest.warns(CheckpointingWarning, match=f"passed over: .*{re.escape(name)}"):
+        loaded = _load(store)
+    assert loaded["step"] == 1
+    assert torch.equal(loaded["w"], _state(1)["w"])
     assert any(str(folder / name) in leftover for leftover in store.leftovers())
     with pytest.raises(NoCheckpointError, match=re.escape(str(folder / name))):
         _load(store, 2)
+    with pytest.raises((DamagedCheckpointError, NoCheckpointError), match=re.escape(name)):
+        store.verify(2)
+    store.save(3, _state(3))
+    assert _load(store, 3)["step"] == 3
 
 
 def test_damage_beside_the_wanted_part_does_not_hinder_a_load():
@@ -124,10 +136,10 @@ def test_damage_beside_the_wanted_part_does_not_hinder_a_load():
 
 
 def test_a_newer_format_version_says_so():
-    data = Manifest("r", 1, 1, (), {}).encode().replace(b'"version":1', b'"version":2')
+    data = MANIFEST.encode().replace(b'"version":2', b'"version":3')
     body = data[len('{"crc32":"00000000","body":') : -2]
     data = b'{"crc32":"%08x","body":%s}\n' % (zlib.crc32(body), body)
-    with pytest.raises(DamagedCheckpointError, match="format version 2; this package reads"):
+    with pytest.raises(DamagedCheckpointError, match="format version 3; this package reads"):
         decode_manifest(data, HERE)
 
 
@@ -210,8 +222,10 @@ def test_bytes_that_are_no_header_raise_the_packages_error_and_no_other(text):
 @settings(max_examples=50)
 @given(data=st.data())
 def test_a_forged_manifest_raises_the_packages_error_and_no_other(data):
-    sound = Manifest("r", 1, 1, (FileRecord(9, 1, 2), None), {"a": 1}).encode()
-    body = json.loads(sound)["body"]
+    body = json.loads(MANIFEST.encode())["body"]
+    if data.draw(st.booleans()):
+        del body["num_files"], body["index"]
+        body.update(version=1, files=[[9, 1, 2], None])
     body = _replaced(body, data.draw(st.sampled_from([*_places(body)])), data.draw(FORGED))
     text = json.dumps(body).encode()
 

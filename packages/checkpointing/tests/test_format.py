@@ -1,4 +1,4 @@
-"""The format of version 1 is fixed: files of the first release load for ever."""
+"""The formats are fixed: files that any release wrote load for ever."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,11 @@ from trainwright.checkpointing.state import Sharded, StateStore
 from trainwright.collectives import Box, LocalWorld, ShardSpec
 
 FIRST = Path(__file__).parent / "format_1"
+SECOND = Path(__file__).parent / "format_2"
 
 
 def state(rank):
-    """The state in ``format_1``: two tensor-parallel ranks that also cut the moments in two."""
+    """The state in both: two tensor-parallel ranks that also cut the moments in two."""
     rows = Box((2 * rank, 0), (2 * rank + 2, 3))
     weight = ShardSpec.of_boxes("w", (4, 3), [rows])
     fused = ShardSpec.of_boxes(
@@ -33,7 +34,14 @@ def state(rank):
     }
 
 
-def test_a_checkpoint_of_format_1_loads():
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("folder", [FIRST, SECOND])
+def test_a_checkpoint_of_either_format_loads(folder, num_ranks):
+    for loaded in LocalWorld(num_ranks).run(lambda comm: load_all(folder, comm)):
+        claim_is_whole(loaded)
+
+
+def load_all(folder, comm):
     target = {
         "model": {"w": torch.zeros(4, 3), "f": torch.zeros(8, dtype=torch.bfloat16)},
         "m": torch.zeros(4, 3, dtype=torch.float64),
@@ -42,8 +50,10 @@ def test_a_checkpoint_of_format_1_loads():
         "position": None,
     }
 
-    loaded = StateStore(FIRST).load(target)
+    return StateStore(folder, comm).load(target)
 
+
+def claim_is_whole(loaded):
     numbers = torch.arange(12.0).view(4, 3)
     assert torch.equal(loaded["model"]["w"], numbers)
     assert torch.equal(loaded["model"]["f"], torch.arange(8, dtype=torch.bfloat16))
@@ -60,17 +70,18 @@ def test_the_same_state_is_still_written_byte_for_byte(tmp_path):
         )
     )
     (written,) = tmp_path.iterdir()
-    (first,) = FIRST.iterdir()
-    names = sorted(path.name for path in first.iterdir())
-    assert names == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"]
+    (second,) = SECOND.iterdir()
+    names = sorted(path.name for path in second.iterdir())
+    data = ["rank-00000.safetensors", "rank-00001.safetensors"]
+    assert names == ["index-00000.json", "manifest.json", *data]
     for name in names:
-        assert (written / name).read_bytes() == (first / name).read_bytes()
+        assert (written / name).read_bytes() == (second / name).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors"])
 def test_a_header_is_plain_json(name):
-    (first,) = FIRST.iterdir()
-    data = (first / name).read_bytes()
+    (second,) = SECOND.iterdir()
+    data = (second / name).read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     assert length % 8 == 0

@@ -10,7 +10,7 @@ import attrs
 from trainwright.checkpointing.errors import DamagedCheckpointError, NoCheckpointError
 from trainwright.checkpointing.protocol import Files
 
-from .manifest import Manifest, file_name, read_manifest
+from .manifest import Manifest, read_manifest
 
 _COMMITTED = re.compile(r"step-[0-9]{8,}-[0-9a-f]{8}")
 _PASSING = re.compile(r"\.(?:saving|removing)-step-[0-9]{8,}-[0-9a-f]{8}-(.+)")
@@ -18,7 +18,7 @@ _PASSING = re.compile(r"\.(?:saving|removing)-step-[0-9]{8,}-[0-9a-f]{8}-(.+)")
 
 @attrs.frozen
 class Saved:
-    """A checkpoint whose manifest is intact and whose files are all there, at their full length."""
+    """A checkpoint that was complete when it got its name, and whose manifest is intact."""
 
     folder: Path
     manifest: Manifest
@@ -29,8 +29,9 @@ class Catalog:
     """All that was found in a folder.
 
     Args:
-        complete: Complete checkpoints of all runs, in the order of saving.
-        broken: (folder, reason) of what bears a checkpoint's name and is not complete.
+        complete: The checkpoints of all runs, in the order of saving. The rename that gave one its
+            name came after all else, so none of its files is looked at here.
+        broken: (folder, reason) of what bears a checkpoint's name and has no sound manifest.
         passing: (folder, run) of what a save or a removal was busy with when it ended, or still is.
         last_sequence: The highest number of any manifest that could be read; 0 if there is none.
     """
@@ -45,7 +46,7 @@ class Catalog:
         return tuple(saved for saved in self.complete if run in (None, saved.manifest.run))
 
     def choose(self, run: str | None, step: int | None, root: Path) -> Saved:
-        """Return the newest complete checkpoint, of ``step`` if one is named.
+        """Return the newest checkpoint, of ``step`` if one is named.
 
         Raises:
             NoCheckpointError: There is none; the message says what there is.
@@ -53,13 +54,21 @@ class Catalog:
         for saved in reversed(self.of_run(run)):
             if step in (None, saved.manifest.step):
                 return saved
+        raise NoCheckpointError(self.describe_lack(run, step, root))
+
+    def describe_lack(self, run: str | None, step: int | None, root: Path) -> str:
+        """Return that there is no such checkpoint, and what there is."""
         wanted = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
         of_run = "" if run is None else f" of run {run!r}"
-        there = [f"step {s.manifest.step} of run {s.manifest.run!r}" for s in self.complete]
-        broken = [f"{folder.name} ({reason})" for folder, reason in self.broken]
-        raise NoCheckpointError(
+        broken = {folder: f"{folder.name} ({reason})" for folder, reason in self.broken}
+        there = [
+            f"step {saved.manifest.step} of run {saved.manifest.run!r}"
+            for saved in self.complete
+            if saved.folder not in broken
+        ]
+        return (
             f"{root} holds no {wanted}{of_run}; complete: {', '.join(there[-10:]) or 'none'}; "
-            f"incomplete: {', '.join(broken[-10:]) or 'none'}"
+            f"incomplete: {', '.join([*broken.values()][-10:]) or 'none'}"
         )
 
 
@@ -83,7 +92,6 @@ def read_catalog(files: Files, root: Path) -> Catalog:
         try:
             manifest = read_manifest(files, folder)
             last_sequence = max(last_sequence, manifest.sequence)
-            check_lengths(files, folder, manifest)
             complete.append(Saved(folder, manifest))
         except (OSError, DamagedCheckpointError) as error:
             broken.append((folder, f"{type(error).__name__}: {error}"))
@@ -91,22 +99,21 @@ def read_catalog(files: Files, root: Path) -> Catalog:
     return Catalog(tuple(complete), tuple(broken), tuple(passing), last_sequence)
 
 
-def check_lengths(files: Files, folder: Path, manifest: Manifest) -> None:
-    """Raise unless every file of the manifest is in ``folder``, at its full length.
+def check_length(files: Files, path: Path, expected: int) -> None:
+    """Raise unless a file is there at its full length.
 
     Raises:
-        OSError: A file is missing.
-        DamagedCheckpointError: A file has another length.
+        OSError: It cannot be looked at.
+        DamagedCheckpointError: It is missing, or has another length.
     """
-    for rank, record in enumerate(manifest.files):
-        if record is None:
-            continue
-        path = folder / file_name(rank)
+    try:
         found = files.size(path)
-        if found != record.size:
-            raise DamagedCheckpointError(
-                f"{path} is damaged: length: expected {record.size}, found {found}"
-            )
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{path} is damaged: it is not there") from error
+    if found != expected:
+        raise DamagedCheckpointError(
+            f"{path} is damaged: length: expected {expected}, found {found}"
+        )
 
 
 def committed_name(step: int, token: str) -> str:

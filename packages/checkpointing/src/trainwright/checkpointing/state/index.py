@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainwright.collectives import Box, ShardSpec
 
 from .dtypes import dtype_name, parse_dtype
+
+_Ints = npt.NDArray[np.int64]
 
 MAX_BOXES = 1024  # a fused weight has three; comparing n boxes may cost n * n
 _MAX_DIMS = 64
@@ -60,16 +65,30 @@ class Located:
     global_shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
-    def overlapping(self, spec: ShardSpec | None) -> Located:
-        """Return it without the pieces that cannot share an element with ``spec``.
 
-        None, or a spec of another shape, which has no such pieces, leaves it as it is.
+class Nearby:
+    """Finds which pieces of a tensor may hold elements of a part of it, without looking at each.
+
+    Args:
+        located: The tensor.
+    """
+
+    def __init__(self, located: Located) -> None:
+        self._located = located
+        self._lows, self._highs = _corners([piece.spec for piece in located.pieces])
+
+    def find(self, spec: ShardSpec | None) -> Located:
+        """Return the tensor without the pieces that cannot share an element with ``spec``.
+
+        All of them are left for None and for a spec of another shape, which is an error elsewhere.
         """
-        if spec is None or spec.global_shape != self.global_shape or spec.numel == 0:
-            return self
-        wanted = _bounds(spec)
-        kept = (piece for piece in self.pieces if _cross(_bounds(piece.spec), wanted))
-        return attrs.evolve(self, pieces=tuple(kept))
+        located = self._located
+        if spec is None or spec.global_shape != located.global_shape:
+            return located
+        lows, highs = _corners([spec])
+        crosses = ((self._lows < highs) & (lows < self._highs)).all(axis=1)
+        kept = tuple(located.pieces[number] for number in np.flatnonzero(crosses))
+        return attrs.evolve(located, pieces=kept)
 
 
 def digest(name: str) -> tuple[int, int]:
@@ -150,6 +169,31 @@ def parse_piece(
     return Piece(file, spec, offset, sums)
 
 
+def dump_rows(tensors: Iterable[tuple[str, Located]]) -> bytes:
+    """Return tensors with all that is known of their files, for another rank."""
+    rows = [located_row(path, located) for path, located in tensors]
+    return json.dumps(rows, separators=(",", ":")).encode("ascii")
+
+
+def load_rows(parts: Iterable[bytes]) -> dict[str, Located]:
+    """Return what `dump_rows` was given on all ranks; pieces of one tensor are brought together.
+
+    Raises:
+        ValueError: Two say another dtype or shape of the same tensor.
+    """
+    joined: dict[str, Located] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for part in parts:
+        for path, located in map(parse_located_row, json.loads(part)):
+            known = joined.setdefault(path, located)
+            if (known.dtype, known.global_shape) != (located.dtype, located.global_shape):
+                raise ValueError(f"two dtypes or shapes are given to {path!r}")
+            pieces.setdefault(path, []).extend(located.pieces)
+    return {
+        path: attrs.evolve(located, pieces=tuple(pieces[path])) for path, located in joined.items()
+    }
+
+
 def check_numbers(values: Iterable[Any]) -> list[int]:
     """Return the values if each is a whole number of less than 63 bits.
 
@@ -162,15 +206,16 @@ def check_numbers(values: Iterable[Any]) -> list[int]:
     return numbers
 
 
-def _bounds(spec: ShardSpec) -> tuple[list[int], list[int]]:
-    """Return the corners of the smallest box around all that ``spec`` holds."""
-    parts = [box for _, box in spec.parts()]
-    dims = range(len(spec.global_shape))
-    low = [min((box.start[dim] for box in parts), default=0) for dim in dims]
-    high = [max((box.stop[dim] for box in parts), default=0) for dim in dims]
-    return low, high
-
-
-def _cross(a: tuple[list[int], list[int]], b: tuple[list[int], list[int]]) -> bool:
-    below = all(first < end for first, end in zip(a[0], b[1], strict=True))
-    return below and all(first < end for first, end in zip(b[0], a[1], strict=True))
+def _corners(specs: Sequence[ShardSpec]) -> tuple[_Ints, _Ints]:
+    """Return the corners of the smallest box around all that each spec holds."""
+    lows, highs = [], []
+    for spec in specs:
+        parts = [box for _, box in spec.parts()]
+        dims = range(len(spec.global_shape))
+        lows.append([min((box.start[dim] for box in parts), default=0) for dim in dims])
+        highs.append([max((box.stop[dim] for box in parts), default=0) for dim in dims])
+    shape = (len(specs), len(specs[0].global_shape) if specs else 0)
+    return (
+        np.array(lows, dtype=np.int64).reshape(shape),
+        np.array(highs, dtype=np.int64).reshape(shape),
+    )

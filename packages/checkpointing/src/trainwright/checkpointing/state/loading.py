@@ -13,10 +13,12 @@ import torch
 from trainwright.checkpointing.errors import DamagedCheckpointError
 from trainwright.checkpointing.protocol import Files
 
+from .catalog import Saved
 from .dtypes import dtype_name, flat_bytes, require_little_endian
 from .header import TensorInfo
+from .index_reading import read_records
 from .manifest import Manifest, file_name
-from .tensor_file import TensorFile
+from .tensor_file import FileRecord, TensorFile
 from .tree import Leaves, TensorLeaf
 
 Runs = list[tuple[slice, slice]]
@@ -35,7 +37,8 @@ class OpenFiles:
     def __init__(self, files: Files, folder: Path, manifest: Manifest) -> None:
         self._files = files
         self._folder = folder
-        self._records = manifest.files
+        self._saved = Saved(folder, manifest)
+        self._records: dict[int, FileRecord] | None = None
         self._open: OrderedDict[int, TensorFile] = OrderedDict()
 
     def __enter__(self) -> OpenFiles:
@@ -46,11 +49,13 @@ class OpenFiles:
             self._open.popitem()[1].close()
 
     def __len__(self) -> int:
-        return len(self._records)
+        return self._saved.manifest.num_files
 
     def get(self, number: int) -> TensorFile | None:
         """Return file ``number``, or None if that rank wrote none."""
-        record = self._records[number]
+        if self._records is None:
+            self._records = read_records(self._files, self._saved)
+        record = self._records.get(number)
         if record is None:
             return None
         if number not in self._open:

@@ -76,6 +76,12 @@ class Ranks:
         who = f"rank {first}: " if self.comm.size > 1 else ""
         raise _KINDS[told[0]](f"{doing}: {who}{text}") from error
 
+    def agreed(self, work: Callable[[], T], doing: str, otherwise: type[CheckpointingError]) -> T:
+        """Return what ``work`` returns here if it raises on no rank; else raise as `agree` does."""
+        result, error = attempt(work)
+        self.agree(error, doing, otherwise)
+        return result  # type: ignore[return-value]  # without an error there is a result
+
     def broadcast(self, data: bytes, root: int = 0) -> bytes:
         """Return root's ``data`` on every rank.
 

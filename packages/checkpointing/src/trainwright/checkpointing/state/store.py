@@ -20,9 +20,11 @@ from trainwright.collectives import Communicator, SingleCommunicator
 
 from .catalog import Saved, read_catalog
 from .files import LocalFiles
+from .index_reading import check_complete
 from .ledger import find_unwanted, raise_problems
 from .loading import OpenFiles, Want, compare_plain, fill_all, find_tensors
-from .manifest import is_run_name, read_manifest
+from .manifest import is_run_name
+from .opening import find_damage, find_newest, open_newest
 from .ranks import Ranks, attempt
 from .retention import Retention, check_protected, rotate
 from .saving import Place, plan_save, write_save
@@ -154,8 +156,9 @@ class StateStore:
         Communicates: about ten collectives of a few bytes, all-to-alls of 40 bytes a name.
         """
         leaves = self._agreed(lambda: self._take_target(tree, partial))
-        told = self._ranks.broadcast(self._agreed(lambda: self._choose(step)))
-        saved, plain = self._agreed(lambda: self._open(told.decode()))
+        place = self._place
+        saved = open_newest(self._ranks, place.files, place.root, self._run, step).saved
+        plain = self._agreed(lambda: saved.manifest.decode_plain(saved.folder))
         files = OpenFiles(self._place.files, saved.folder, saved.manifest)
         with files:
             wants = self._match(files, saved, leaves)
@@ -165,11 +168,14 @@ class StateStore:
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint, or None; asks no other rank."""
-        steps = self.steps()
-        return steps[-1] if steps else None
+        saved = find_newest(self._place.files, self._place.root, self._run)
+        return None if saved is None else saved.manifest.step
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in the order of saving; asks no other rank.
+
+        What was complete when it was saved counts; only `latest`, `load`, `verify` and `leftovers`
+        look whether its files are still there.
 
         A step that was saved again has the place of the newer one.
         """
@@ -184,6 +190,10 @@ class StateStore:
         """
         catalog = read_catalog(self._place.files, self._place.root)
         broken = [f"{folder}: {reason}" for folder, reason in catalog.broken]
+        for saved in catalog.complete:
+            damage = find_damage(self._place.files, saved)
+            if damage is not None:
+                broken.append(f"{saved.folder}: {damage}")
         return broken + [f"{folder}: interrupted, or under way" for folder, _ in catalog.passing]
 
     def verify(self, step: int | None = None) -> None:
@@ -195,6 +205,7 @@ class StateStore:
         """
         place = self._place
         saved = read_catalog(place.files, place.root).choose(self._run, step, place.root)
+        check_complete(place.files, saved)
         with OpenFiles(place.files, saved.folder, saved.manifest) as files:
             for _, file in files.nearest_first(0):
                 file.verify()
@@ -210,17 +221,6 @@ class StateStore:
         leaves = take_leaves(tree)
         check_axes(leaves, self._place.coordinates, self._ranks.comm.size)
         return leaves
-
-    def _choose(self, step: int | None) -> bytes:
-        if self._ranks.comm.rank != 0:
-            return b""
-        catalog = read_catalog(self._place.files, self._place.root)
-        return catalog.choose(self._run, step, self._place.root).folder.name.encode()
-
-    def _open(self, name: str) -> tuple[Saved, dict[str, Any]]:
-        folder = self._place.root / name
-        manifest = read_manifest(self._place.files, folder)
-        return Saved(folder, manifest), manifest.decode_plain(folder)
 
     def _match(self, files: OpenFiles, saved: Saved, leaves: Leaves) -> list[Want]:
         """Find every wanted tensor; agree with the other ranks that nothing is missing or extra."""
