@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainwright.checkpointing import CheckpointingError
 from trainwright.collectives import CollectiveError, Communicator
-from trainwright.integration import launch, worker
+from trainwright.integration import checkpoint_command, launch, worker
 from trainwright.integration.config import (
     DTYPES,
     GATHERS,
@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         options = parser().parse_args(given)
-        return train_command(options)
+        act = checkpoint_command.run if options.command == "checkpoint" else train_command
+        return act(options)
     except TrainwrightError as error:
         sys.stderr.write(f"trainwright: {error}\n")
         return 2
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = root.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    checkpoint_command.add_parser(commands)
     train = commands.add_parser(
         "train",
         help="train a model on text",
