@@ -167,7 +167,8 @@ def test_open_sends_are_bounded_by_the_microbatches_in_flight() -> None:
         directions = (log.rank > 0) + (log.rank < ranks - 1)
         # One more is open for the moment in which the oldest is waited for.
         assert log.most_open["send"] <= directions * (in_flight + 1)
-        assert log.most_open["recv"] <= directions * 2
+        # One is used, and one is started before each of the two computations in front of it.
+        assert log.most_open["recv"] <= directions * 3
         assert log.open["send"] == log.open["recv"] == 0
 
 
@@ -186,13 +187,13 @@ def test_an_evaluation_holds_no_more_for_more_microbatches() -> None:
         assert log.alive["output"] <= 4
 
 
-def test_a_receive_is_started_before_the_computation_in_front_of_it() -> None:
+def test_a_receive_is_started_before_the_two_computations_in_front_of_it() -> None:
     boundary = BoundarySpec.uniform(2, SPEC)
 
     first, last = logs_of(one_f_one_b(2, 3), one_step, boundary=boundary)
 
     done = [name for name, _ in last.events if name in ("recv", "F", "B")]
-    assert done == ["recv", "recv", "F", "B", "F", "recv", "B", "F", "B"]
+    assert done == ["recv", "recv", "F", "B", "recv", "F", "B", "F", "B"]
     gradients = [name for name, _ in first.events if name in ("recv", "F", "B")]
     assert gradients.index("recv") < gradients.index("B") - 1
 

@@ -82,6 +82,12 @@ _BACKWARDS = (Kind.B, Kind.I)
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _MESSAGES = (Kind.SEND_F, Kind.SEND_B, *_RECEIVES)
 _STAYS = (Kind.GATHER, Kind.RELEASE)
+_AHEAD = 2
+"""Computations ahead of which a receive is started.
+
+Gloo sends once it knows of the receive: with one alone the sender is often first, and then its
+message waits for two threads to wake.
+"""
 
 
 def compile_program(
@@ -94,10 +100,11 @@ def compile_program(
     """Turn a lowered schedule's list for one rank into instructions.
 
     Receives are started earlier than the list says, so that transfers overlap with computation:
-    before the computation that stands in front of them. Where ``receive_ahead`` is False, a
-    receive never passes another message, so that transports that pair messages by order alone
-    see the proven order. Gathers are waited for by the first computation that needs them. A
-    forward of an overlapped pair is one like any other, and the backward below it comes after.
+    before the two computations that stand in front of them. Where ``receive_ahead`` is False, that
+    is one, and a receive never passes another message, so that transports that pair messages by
+    order alone see the proven order. Gathers are waited for by the first computation that needs
+    them. A forward of an overlapped pair is one like any other, and the backward below it comes
+    after.
     """
     listed = [_unpaired(action) for action in schedule.program(rank)]
     actions = _start_receives_early(listed, receive_ahead)
@@ -192,23 +199,34 @@ def _instruction(operation: Operation, stage: int, microbatch: int) -> Instructi
 
 def _start_receives_early(actions: Sequence[Action], receive_ahead: bool) -> list[Action]:
     early: list[Action] = []
-    place = 0  # where the latest computation stands in ``early``
+    ahead = _AHEAD if receive_ahead else 1
+    places: list[int] = []  # where the latest computations stand in ``early``
     for action in actions:
         if action.kind in _COMPUTATIONS:
-            place = len(early)
+            places = [*places, len(early)][-ahead:]
             early.append(action)
             continue
-        if action.kind in _RECEIVES and place < len(early):
-            ahead_of = early[place]
-            # The sizes of a gradient are those of the output, known only after its forward.
-            own = ahead_of == Action(Kind.F, action.stage, action.microbatch)
-            passes = any(passed.kind in _MESSAGES for passed in early[place:])
-            if not own and (receive_ahead or not passes):
-                early.insert(place, action)
-                place += 1
-                continue
-        early.append(action)
+        place = len(early)
+        if action.kind in _RECEIVES:
+            place = _earliest(action, early, places, receive_ahead)
+        early.insert(place, action)
+        places = [other + (other >= place) for other in places]
     return early
+
+
+def _earliest(
+    receive: Action, early: Sequence[Action], places: Sequence[int], receive_ahead: bool
+) -> int:
+    """Where a receive may stand at the earliest, of the end and the places of computations."""
+    earliest = len(early)
+    for place in reversed(places):
+        # The sizes of a gradient are those of the output, known only after its forward.
+        own = early[place] == Action(Kind.F, receive.stage, receive.microbatch)
+        passes = any(passed.kind in _MESSAGES for passed in early[place:])
+        if own or (passes and not receive_ahead):
+            break
+        earliest = place
+    return earliest
 
 
 def _reductions(
