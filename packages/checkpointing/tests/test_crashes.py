@@ -8,6 +8,8 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.checkpointing.errors import NoCheckpointError, SaveFailedError
-from trainwright.checkpointing.state import LocalFiles, Sharded, StateStore
+from trainwright.checkpointing.errors import (
+    CheckpointingWarning,
+    NoCheckpointError,
+    SaveFailedError,
+)
+from trainwright.checkpointing.state import LocalFiles, Sharded, StateStore, index_file
 from trainwright.checkpointing.testing.failing import FailingFiles
 from trainwright.checkpointing.testing.files import CrashingFiles, SimulatedCrash
 from trainwright.collectives import LocalWorld, PeerFailedError, ShardSpec
@@ -58,12 +64,17 @@ def _run_ranks(num_ranks, files, step, **options):
         LocalWorld(num_ranks).run(lambda comm: _save(files, step, comm, **options))
 
 
-@pytest.mark.parametrize(("num_ranks", "keep"), [(1, None), (1, 1), (2, 1)])
-def test_a_crash_after_any_operation_leaves_the_last_step_or_the_new_one(num_ranks, keep):
+@pytest.mark.parametrize(("num_ranks", "keep"), [(1, None), (1, 1), (2, 1), (3, None)])
+def test_a_crash_after_any_operation_leaves_the_last_step_or_the_new_one(
+    monkeypatch, num_ranks, keep
+):
+    monkeypatch.setattr(index_file, "ENTRIES_PER_FILE", 2)  # two index files for three ranks
     saved = CrashingFiles()
     _run_ranks(num_ranks, saved, 1, keep=keep)
     whole = saved.after_crash(0)
     _run_ranks(num_ranks, whole, 2, keep=keep)
+    names = Counter(path.name for path in whole.paths() if "index" in path.name)
+    assert len(names) == (1 if num_ranks == 1 else 2)
 
     for crash_after in range(whole.num_operations + 1):
         files = saved.after_crash(0)
@@ -144,6 +155,69 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all_ranks_and_changes_nothing(nu
     assert StateStore(ROOT, files=files, run="r").latest() == 10
     _run_ranks(2, files, 20)
     _claim_is_step(_load(files), 20)
+
+
+@pytest.mark.parametrize("num_calls", range(3))
+@pytest.mark.parametrize("operation", ["create", "write", "sync", "size"])
+def test_an_operation_that_fails_on_any_rank_is_an_error_on_all_and_changes_nothing(
+    monkeypatch, operation, num_calls
+):
+    monkeypatch.setattr(index_file, "ENTRIES_PER_FILE", 2)
+    broken = OSError(errno.EIO, "broken")
+    after = 400 * num_calls if operation == "write" else num_calls
+
+    def save(comm, files, failing):
+        own = FailingFiles(files, operation, broken, after=after) if comm.rank == failing else files
+        try:
+            _save(own, 6, comm)
+        except SaveFailedError as error:
+            return str(error)
+        return None
+
+    for failing in range(3):
+        files = CrashingFiles()
+        _run_ranks(3, files, 5)
+        before = sorted(files.paths())
+        messages = LocalWorld(3).run(save, files, failing)
+        if messages == [None] * 3:
+            assert num_calls > 0, "every rank does this at least once"
+            _claim_is_step(_load(files), 6)
+            continue
+        assert len(set(messages)) == 1
+        assert f"rank {failing}: OSError(5, 'broken')" in messages[0]
+        assert sorted(files.paths()) == before
+        assert StateStore(ROOT, files=files, run="r").latest() == 5
+
+
+@pytest.mark.parametrize("folder", ["names", "make_folder"])
+def test_a_read_only_folder_is_an_error_on_all_ranks(folder):
+    files = CrashingFiles()
+    _run_ranks(2, files, 5)
+    read_only = FailingFiles(files, folder, OSError(errno.EROFS, os.strerror(errno.EROFS)))
+    with pytest.raises(SaveFailedError, match=r"rank 0: OSError.*Read-only file system"):
+        _run_ranks(2, read_only, 6)
+    _claim_is_step(_load(files), 5)
+
+
+def test_two_runs_that_save_into_one_folder_at_once_each_keep_their_own(tmp_path):
+    def save(run):
+        store = StateStore(tmp_path, run=run, keep=2)
+        for step in range(8):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", CheckpointingWarning)
+                store.save(step, {"w": torch.full((3,), step), "run": run})
+
+    threads = [threading.Thread(target=save, args=(run,)) for run in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    for run in "ab":
+        store = StateStore(tmp_path, run=run)
+        assert store.steps() == [6, 7]
+        assert store.load({"w": torch.zeros(3, dtype=torch.int64), "run": ""})["run"] == run
+        assert store.leftovers() == []
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from trainwright.checkpointing.state.manifest import IndexRecord, Manifest, deco
 from trainwright.checkpointing.state.tensor_file import plan_header
 from trainwright.checkpointing.state.tree import take_leaves
 from trainwright.checkpointing.testing.files import CrashingFiles
+from trainwright.checkpointing.testing.forgeries import VALUES, forgeries
 from trainwright.collectives import Box, ShardSpec
 
 ROOT = Path("/runs/a")
@@ -152,35 +153,6 @@ def _header():
     return json.loads(header[8:]), 48 + 16 + 4 * 4
 
 
-def _places(value, path=()):
-    """Yield the path of every value within a JSON value."""
-    yield path
-    if isinstance(value, (dict, list)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            yield from _places(item, (*path, key))
-
-
-def _replaced(value, path, new):
-    if not path:
-        return new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[path[0]] = _replaced(value[path[0]], path[1:], new)
-    return copy
-
-
-FORGED = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=5)
-    | st.sampled_from(["F32", "U8", "../../etc/passwd", "__crc32__", 2**40, -1, [2**40] * 3]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=5,
-)
-
-
 def test_the_header_that_the_forgeries_start_from_is_sound():
     header, data_bytes = _header()
     assert set(parse_header(json.dumps(header), data_bytes, HERE).tensors) == {"w", "b"}
@@ -192,11 +164,9 @@ def test_a_forged_header_raises_the_packages_error_and_no_other(data):
     header, data_bytes = _header()
     ours = json.loads(header["__metadata__"]["trainwright"])
     if data.draw(st.booleans()):
-        header = _replaced(
-            header, data.draw(st.sampled_from([*_places(header)])), data.draw(FORGED)
-        )
+        header = data.draw(forgeries(header))
     else:
-        ours = _replaced(ours, data.draw(st.sampled_from([*_places(ours)])), data.draw(FORGED))
+        ours = data.draw(forgeries(ours))
         header["__metadata__"]["trainwright"] = json.dumps(ours)
 
     try:
@@ -209,7 +179,7 @@ def test_a_forged_header_raises_the_packages_error_and_no_other(data):
 
 
 @settings(max_examples=40)
-@given(text=st.binary(max_size=60) | FORGED.map(lambda value: json.dumps(value).encode()))
+@given(text=st.binary(max_size=60) | VALUES.map(lambda value: json.dumps(value).encode()))
 @example(text=b"[" * 100_000)
 @example(text=b"9" * 5000)
 @example(text=b'{"a":1,"a":2}')
@@ -226,7 +196,7 @@ def test_a_forged_manifest_raises_the_packages_error_and_no_other(data):
     if data.draw(st.booleans()):
         del body["num_files"], body["index"]
         body.update(version=1, files=[[9, 1, 2], None])
-    body = _replaced(body, data.draw(st.sampled_from([*_places(body)])), data.draw(FORGED))
+    body = data.draw(forgeries(body))
     text = json.dumps(body).encode()
 
     try:

@@ -72,8 +72,15 @@ class Catalog:
         )
 
 
-def read_catalog(files: Files, root: Path) -> Catalog:
+def read_catalog(files: Files, root: Path, known: dict[str, Manifest] | None = None) -> Catalog:
     """Look at every folder in ``root``.
+
+    Args:
+        files: The file system.
+        root: The folder.
+        known: The manifests by name of folder that were read before, which are not read again; to
+            be kept for the next time. A checkpoint never changes, but damage done to its manifest
+            meanwhile is not seen.
 
     Raises:
         OSError: ``root`` is there and cannot be listed.
@@ -82,6 +89,8 @@ def read_catalog(files: Files, root: Path) -> Catalog:
     broken: list[tuple[Path, str]] = []
     passing: list[tuple[Path, str]] = []
     last_sequence = 0
+    before = {} if known is None else dict(known)
+    read: dict[str, Manifest] = {}
     for name in sorted(files.names(root)):
         folder = root / name
         match = _PASSING.fullmatch(name)
@@ -90,11 +99,15 @@ def read_catalog(files: Files, root: Path) -> Catalog:
         if not _COMMITTED.fullmatch(name):
             continue
         try:
-            manifest = read_manifest(files, folder)
+            manifest = before.get(name) or read_manifest(files, folder)
+            read[name] = manifest
             last_sequence = max(last_sequence, manifest.sequence)
             complete.append(Saved(folder, manifest))
         except (OSError, DamagedCheckpointError) as error:
             broken.append((folder, f"{type(error).__name__}: {error}"))
+    if known is not None:
+        known.clear()
+        known.update((name, attrs.evolve(manifest, plain={})) for name, manifest in read.items())
     complete.sort(key=lambda saved: saved.manifest.sequence)
     return Catalog(tuple(complete), tuple(broken), tuple(passing), last_sequence)
 

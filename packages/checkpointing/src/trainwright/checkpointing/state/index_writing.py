@@ -14,7 +14,7 @@ from .index_file import IndexPart, count_index_files, find_wrong_tiles, keeper_o
 from .manifest import IndexRecord, index_name
 from .ranks import Ranks
 from .sealed import write_whole
-from .tensor_file import FileRecord, plan_header
+from .tensor_file import FileRecord, plan_file
 from .tree import TensorLeaf
 
 _WIDTH = 5  # integers that tell of a file: number, size, block_bytes, two checksums
@@ -71,21 +71,13 @@ def describe_file(
     """Return the file that will hold the leaves, None without any, and where each will be in it."""
     if not owned:
         return None, {}
-    header, ordered = plan_header(owned, block_bytes)
-    offsets = {}
-    end = len(header)
-    for leaf in ordered:
-        offsets[leaf.path] = end
-        end += leaf.num_bytes
-    sums = {}
-    for leaf in sorted(ordered, key=lambda leaf: leaf.path):
-        sums[leaf.path] = end
-        end += 4 * -(-leaf.num_bytes // block_bytes)
-    file = DataFile(number, end, block_bytes)
+    plan = plan_file(owned, block_bytes)
+    file = DataFile(number, plan.size, block_bytes)
     described = {}
-    for leaf in ordered:
+    for placed in plan.leaves:
+        leaf = placed.leaf
         spec = attrs.evolve(leaf.spec, name=leaf.path, replicated=())
-        piece = Piece(file, spec, offsets[leaf.path], sums[leaf.path])
+        piece = Piece(file, spec, placed.offset, placed.sums)
         described[leaf.path] = Located(leaf.tensor.dtype, spec.global_shape, (piece,))
     return file, described
 

@@ -16,6 +16,7 @@ from trainwright.checkpointing.protocol import Files
 from .dtypes import dtype_name, to_bytes
 from .index_writing import IndexPlan, check_tiles, plan_index
 from .ledger import check_written_once, raise_problems
+from .manifest import Manifest
 from .ranks import Ranks
 from .tree import Leaves, TensorLeaf, Tree, check_axes, dump_plain, take_leaves
 
@@ -31,12 +32,14 @@ class Place:
         root: The folder of all checkpoints.
         coordinates: This rank's coordinate on each mesh axis.
         block_bytes: Bytes under one checksum.
+        known: On rank 0, what `read_catalog` has seen at earlier saves.
     """
 
     files: Files
     root: Path
     coordinates: Mapping[str, int]
     block_bytes: int
+    known: dict[str, Manifest] = attrs.field(factory=dict, eq=False, repr=False)
 
 
 @attrs.frozen(eq=False)

@@ -88,7 +88,7 @@ class _Writing:
             if self._ranks.comm.rank != 0:
                 return b""
             files, root = self._place.files, self._place.root
-            catalog = read_catalog(files, root)
+            catalog = read_catalog(files, root, self._place.known)
             self._remove_leftovers(catalog, run)
             ticket = Ticket(
                 run if run is not None else secrets.token_hex(8),
