@@ -24,6 +24,7 @@ from trainwright.precision.formats import (
     amax,
     ceil_exponent,
     floor_exponent,
+    quantization,
     quantize_blockwise,
     quantize_mx,
     scale_from_amax,
@@ -216,7 +217,8 @@ def test_blocks_are_encoded_as_block_for_block(
 
 
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 100_000)])
-def test_more_than_a_piece_of_the_cache_is_encoded_alike(block):
+def test_more_than_a_piece_of_the_cache_is_encoded_alike(block, monkeypatch):
+    monkeypatch.setattr(quantization, "_CPU_PIECE", 4096)
     x = drawn((150, 700))
     codes, scales = plain(x, block, E4M3, False)
 

@@ -18,8 +18,9 @@ from .number_format import NumberFormat, Specials
 from .rounding import Rounding, nearest_even, toward_zero
 from .scales import ExponentRule, is_amax, power_of_two_of, scale_from_amax
 
-# Elements of a piece on a CPU: 256 KiB of float32, a part of a second-level cache.
-_CPU_PIECE = 1 << 16
+# Elements of a piece on a CPU: 1 MiB of float32, so that a cache holds it and its scaled values,
+# and the calls on the few scales of a piece cost little beside those on its elements.
+_CPU_PIECE = 1 << 18
 _MX_BLOCK = (1, 32)
 _Multipliers = Callable[[torch.Tensor], torch.Tensor]
 # Shapes: B matrices, R rows, C columns of them; G and H rows and columns of blocks.
@@ -96,7 +97,7 @@ def quantize_mx(
         return scale.masked_fill_(lost, torch.nan)
 
     codes, found = _quantize(tensor, _MX_BLOCK, format, multipliers, rounding)
-    scales = E8M0.encode(found.double().reciprocal_())
+    scales = E8M0.encode(found.reciprocal_())
     return BlockQuantized(codes, scales, format, _MX_BLOCK, E8M0)
 
 

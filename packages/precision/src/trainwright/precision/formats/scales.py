@@ -85,9 +85,10 @@ def scale_from_amax(
         exponent = (-ceil_exponent(amax, format) - margin).clamp_(-limit, limit)
         scale = power_of_two_of(exponent).to(amax.dtype)
     else:
-        scale = (format.max / amax).mul_(2.0**-margin).clamp_(smallest, 1.0 / smallest)
+        scale = (format.max * 2.0**-margin / amax).clamp_(smallest, 1.0 / smallest)
     scale.masked_fill_(amax == 0, 1.0)
-    return scale.masked_fill_(~is_amax(amax), math.nan)
+    # Adds zero, or NaN to what is no magnitude: blocks have many small tensors of these.
+    return scale.add_(amax.sqrt().mul_(0.0))
 
 
 def floor_exponent(amax: torch.Tensor, format: NumberFormat) -> torch.Tensor:
