@@ -13,6 +13,7 @@ from trainwright.checkpointing.errors import (
 )
 from trainwright.checkpointing.protocol import Files, Reader, Writer
 
+from .asynchronous import Pending
 from .files import LocalFiles
 from .reading import Checkpoint, StoredPiece, TensorEntry, open_checkpoint
 from .retention import Retention
@@ -30,6 +31,7 @@ __all__ = [
     "MismatchError",
     "NoCheckpointError",
     "NotAvailableYetError",
+    "Pending",
     "Reader",
     "Retention",
     "SaveFailedError",

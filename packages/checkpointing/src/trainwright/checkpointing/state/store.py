@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from trainwright.checkpointing.errors import (
-    CheckpointingWarning,
     LoadFailedError,
     MismatchError,
     NotAvailableYetError,
-    SaveFailedError,
     TreeError,
 )
 from trainwright.checkpointing.protocol import Files
 from trainwright.collectives import Communicator, SingleCommunicator
 
+from .asynchronous import Pending
 from .catalog import Saved, read_catalog
 from .files import LocalFiles
 from .index_reading import check_complete
@@ -26,8 +24,9 @@ from .loading import OpenFiles, Want, compare_plain, fill_all, find_tensors
 from .manifest import is_run_name
 from .opening import find_damage, find_newest, open_newest
 from .ranks import Ranks, attempt
-from .retention import Retention, check_protected, rotate
-from .saving import Place, plan_save, write_save
+from .retention import Retention
+from .saver import Saver
+from .saving import Place
 from .tree import Leaves, Tree, check_axes, put_plain, take_leaves
 
 T = TypeVar("T")
@@ -43,6 +42,8 @@ class StateStore:
     A checkpoint is a folder with a file for each rank that wrote something, in the safetensors
     format, and ``manifest.json``. It is written under another name, synced, and renamed once every
     rank has said that its part is safe; so `latest` names complete ones only.
+
+    A store that saves asynchronously is closed at the end, by `close` or as a context manager.
 
     Args:
         root: The folder; created by the first save. All ranks must see the same one.
@@ -85,9 +86,13 @@ class StateStore:
             dict(coordinates or {}),
             block_bytes,
         )
-        self._retention = Retention.of(keep)
-        self._run = run
-        self._has_warned = False
+        self._saver = Saver(self._ranks, self._place, Retention.of(keep), run)
+
+    def __enter__(self) -> StateStore:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._saver.close(error)
 
     @property
     def root(self) -> Path:
@@ -97,21 +102,39 @@ class StateStore:
     @property
     def run(self) -> str | None:
         """The run of this store; None before its first save or load, unless it was given."""
-        return self._run
+        return self._saver.run
 
-    def save(self, step: int, tree: Tree, *, protect: Collection[int] = ()) -> Path:
+    @overload
+    def save(self, step: int, tree: Tree, *, protect: Collection[int] = ...) -> Path: ...
+    @overload
+    def save(
+        self, step: int, tree: Tree, *, protect: Collection[int] = ..., asynchronous: Literal[True]
+    ) -> Pending: ...
+    @overload
+    def save(
+        self, step: int, tree: Tree, *, protect: Collection[int] = ..., asynchronous: bool
+    ) -> Path | Pending: ...
+    def save(
+        self, step: int, tree: Tree, *, protect: Collection[int] = (), asynchronous: bool = False
+    ) -> Path | Pending:
         """Save ``tree`` as the checkpoint of ``step`` and the newest of this run.
 
-        Every rank calls it with its own tree; when it returns, the checkpoint would survive a
-        power failure. A step may be saved again; the newer one is then the one that counts.
+        Every rank calls it with its own tree. A step may be saved again; the newer one is then the
+        one that counts. An asynchronous save returns once it has a copy of the state, in host
+        memory that the next one uses again, and writes that in a thread, over a communicator of
+        its own. At most one is under way: the next save waits for it, and so do `load`, `close`
+        and the end of the interpreter. Its error is raised by `Pending.wait`, or by the next call
+        of these, which does nothing else then.
 
         Args:
             step: The step, not negative.
             tree: The state.
             protect: Steps (the best so far) whose newest checkpoint `keep` must not remove.
+            asynchronous: Whether to return before the checkpoint is written.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder, which would survive a power failure; with ``asynchronous`` what
+            waits for it.
 
         Raises:
             TreeError: The tree cannot be stored, or the ranks' trees do not fit together.
@@ -119,16 +142,22 @@ class StateStore:
                 cause; what was saved before is untouched and nothing stays behind.
 
         Communicates: about fifteen collectives of a few bytes, and all-to-alls of 48 bytes for
-        each name that the rank holds. No name or spec is sent.
+        each name that the rank holds. No name or spec is sent. `Communicator.split` at the first
+        asynchronous save.
         """
-        _, error = attempt(lambda: check_protected(protect))
-        self._ranks.agree(error, f"step {step} was not saved", SaveFailedError)
-        plan = plan_save(self._ranks, self._place, step, tree)
-        ticket = write_save(self._ranks, self._place, plan, self._run)
-        self._run = ticket.run
-        if self._ranks.comm.rank == 0:
-            self._finish(ticket.run, ticket.name, protect)
-        return self._place.root / ticket.name
+        if asynchronous:
+            return self._saver.start(step, tree, protect)
+        return self._saver.save(step, tree, protect)
+
+    def close(self) -> None:
+        """Wait for the asynchronous save under way, and give its memory back; every rank calls it.
+
+        The store can be used again.
+
+        Raises:
+            SaveFailedError: A rank could not write, as `save` says.
+        """
+        self._saver.close()
 
     def load(self, tree: Tree, step: int | None = None, *, partial: bool = False) -> dict[str, Any]:
         """Fill the tensors of ``tree`` in place and return it with the saved plain values.
@@ -155,20 +184,21 @@ class StateStore:
 
         Communicates: about ten collectives of a few bytes, all-to-alls of 40 bytes a name.
         """
+        self._saver.settle()
         leaves = self._agreed(lambda: self._take_target(tree, partial))
         place = self._place
-        saved = open_newest(self._ranks, place.files, place.root, self._run, step).saved
+        saved = open_newest(self._ranks, place.files, place.root, self._saver.run, step).saved
         plain = self._agreed(lambda: saved.manifest.decode_plain(saved.folder))
         files = OpenFiles(self._place.files, saved.folder, saved.manifest)
         with files:
             wants = self._match(files, saved, leaves)
             self._agreed(lambda: fill_all(files, wants))
-        self._run = saved.manifest.run
+        self._saver.run = saved.manifest.run
         return put_plain(tree, plain)
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint, or None; asks no other rank."""
-        saved = find_newest(self._place.files, self._place.root, self._run)
+        saved = find_newest(self._place.files, self._place.root, self._saver.run)
         return None if saved is None else saved.manifest.step
 
     def steps(self) -> list[int]:
@@ -179,7 +209,7 @@ class StateStore:
 
         A step that was saved again has the place of the newer one.
         """
-        saved = read_catalog(self._place.files, self._place.root).of_run(self._run)
+        saved = read_catalog(self._place.files, self._place.root).of_run(self._saver.run)
         steps = [entry.manifest.step for entry in saved]
         return [step for number, step in enumerate(steps) if step not in steps[number + 1 :]]
 
@@ -204,7 +234,7 @@ class StateStore:
             DamagedCheckpointError: A file is not what was written.
         """
         place = self._place
-        saved = read_catalog(place.files, place.root).choose(self._run, step, place.root)
+        saved = read_catalog(place.files, place.root).choose(self._saver.run, step, place.root)
         check_complete(place.files, saved)
         with OpenFiles(place.files, saved.folder, saved.manifest) as files:
             for _, file in files.nearest_first(0):
@@ -242,29 +272,3 @@ class StateStore:
         doing = f"{saved.folder.name} is not what the target expects"
         self._agreed(lambda: raise_problems(problems, doing, MismatchError))
         return wants
-
-    def _finish(self, run: str, name: str, protect: Collection[int]) -> None:
-        """On rank 0, after the save: remove old checkpoints, and speak about other runs' once.
-
-        Problems are warnings: the new checkpoint is safe.
-        """
-        place = self._place
-        retention = self._retention
-        if retention is not None:
-            _, error = attempt(lambda: rotate(place, run, retention, protect, name))
-            if error is not None:
-                warnings.warn(f"old checkpoints stay: {error}", CheckpointingWarning, stacklevel=3)
-        if self._has_warned:
-            return
-        self._has_warned = True
-        others = [
-            saved
-            for saved in read_catalog(place.files, place.root).complete
-            if saved.manifest.run != run
-        ]
-        if others:
-            warnings.warn(
-                f"{place.root} also holds {len(others)} checkpoints of other runs, which are kept",
-                CheckpointingWarning,
-                stacklevel=3,
-            )

@@ -1,0 +1,115 @@
+"""The saves of a store, one after the other, some of them in the background."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+
+from trainwright.checkpointing.errors import (
+    CheckpointingError,
+    CheckpointingWarning,
+    SaveFailedError,
+)
+
+from .asynchronous import Background, Pending
+from .catalog import read_catalog
+from .ranks import Ranks, attempt
+from .retention import Retention, check_protected, rotate
+from .saving import Place, plan_save, write_save
+from .tree import Tree, check_axes, take_leaves
+
+
+class Saver:
+    """Saves trees, and removes old checkpoints after each save.
+
+    Args:
+        ranks: The ranks.
+        place: Where to write.
+        retention: Which checkpoints stay; None: all.
+        run: Which run saves; None: the first save makes up a name.
+    """
+
+    def __init__(
+        self, ranks: Ranks, place: Place, retention: Retention | None, run: str | None
+    ) -> None:
+        self.run = run
+        self._ranks = ranks
+        self._place = place
+        self._retention = retention
+        self._background = Background(ranks)
+        self._has_warned = False
+
+    def save(self, step: int, tree: Tree, protect: Collection[int]) -> Path:
+        """Save and return the checkpoint's folder; see `StateStore.save`."""
+        self.settle()
+        self._agree(step, attempt(lambda: check_protected(protect))[1])
+        folder, notes = self._write(step, tree, protect, self._ranks)
+        for note in notes:
+            warnings.warn(note, CheckpointingWarning, stacklevel=3)
+        return folder
+
+    def start(self, step: int, tree: Tree, protect: Collection[int]) -> Pending:
+        """Take a copy of the state and save that in the background; see `StateStore.save`."""
+        self.settle()
+        state, error = attempt(lambda: self._copy(tree, protect))
+        self._agree(step, error)
+        assert state is not None
+        return self._background.start(step, partial(self._write, step, state, frozenset(protect)))
+
+    def settle(self) -> None:
+        """Wait for what is under way and raise its error, unless it was raised before."""
+        self._background.settle()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Settle, and give the memory of copies back.
+
+        Args:
+            error: What is being raised; it is not replaced by a failed save, but told of it.
+        """
+        try:
+            self._background.close()
+        except CheckpointingError as failure:
+            if error is None:
+                raise
+            error.add_note(f"besides: {failure}")
+
+    def _agree(self, step: int, error: Exception | None) -> None:
+        self._ranks.agree(error, f"step {step} was not saved", SaveFailedError)
+
+    def _copy(self, tree: Tree, protect: Collection[int]) -> Tree:
+        check_protected(protect)
+        rank, size = self._ranks.comm.rank, self._ranks.comm.size
+        coordinates = self._place.coordinates
+        leaves = take_leaves(tree)
+        check_axes(leaves, coordinates, size)
+        return self._background.buffers.take(
+            tree, leaves, lambda leaf: leaf.everywhere or leaf.is_written_by(rank, coordinates)
+        )
+
+    def _write(
+        self, step: int, tree: Tree, protect: Collection[int], ranks: Ranks
+    ) -> tuple[Path, list[str]]:
+        plan = plan_save(ranks, self._place, step, tree)
+        ticket = write_save(ranks, self._place, plan, self.run)
+        self.run = ticket.run
+        notes = self._tidy(ticket.run, ticket.name, protect) if ranks.comm.rank == 0 else []
+        return self._place.root / ticket.name, notes
+
+    def _tidy(self, run: str, name: str, protect: Collection[int]) -> list[str]:
+        """Remove old checkpoints; return what looks odd, which is no error: the new one is safe."""
+        place, retention = self._place, self._retention
+        notes = []
+        if retention is not None:
+            _, error = attempt(lambda: rotate(place, run, retention, protect, name))
+            if error is not None:
+                notes.append(f"old checkpoints stay: {error}")
+        if not self._has_warned:
+            self._has_warned = True
+            complete = read_catalog(place.files, place.root).complete
+            others = sum(saved.manifest.run != run for saved in complete)
+            if others:
+                which = f"{others} checkpoints of other runs, which are kept"
+                notes.append(f"{place.root} also holds {which}")
+        return notes
