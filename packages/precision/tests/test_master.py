@@ -17,6 +17,7 @@ from trainwright.precision import (
     MasterWeights,
     NotAvailableError,
     PrecisionError,
+    passing,
     policy,
 )
 
@@ -480,3 +481,63 @@ def test_a_step_of_the_masters_never_makes_the_host_wait():
 
     assert weight.grad.dtype == FP32
     assert optimizer.state[weight]["momentum_buffer"].device.type == "meta"
+
+
+def master_step(pieces: bool, seed: int, monkeypatch, **options):
+    """Weights and states after steps, in one pass over pieces or in three passes."""
+    monkeypatch.setattr(passing, "_PIECE", 8)
+    if not pieces:
+        monkeypatch.setattr(passing.OnePass, "fits", staticmethod(lambda *_: False))
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(3, 7), (1,), (4, 4), (), (5,), (2, 9), (0,)]
+    dtypes = [BF16, FP16, BF16, FP32, BF16, BF16, BF16]
+    weights = [
+        nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    weights[5].data = weights[5].data.t().contiguous().t()  # with gaps along its rows
+    named = [(f"w{number}", weight) for number, weight in enumerate(weights)]
+    groups = [{"params": named[:3]}, {"params": named[3:], "lr": 0.1}]
+    make = options.pop("make", torch.optim.AdamW)
+    optimizer = MasterWeights(groups, functools.partial(make, lr=0.01, fused=True, **options))
+    for step in range(5):
+        for number, weight in enumerate(weights):
+            weight.grad = None
+            if (number + step) % 4:
+                weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+        if step == 2:
+            weights[0].data = weights[0].data.clone().fill_(0.5)
+            weights[2].data[1, 1] = -3.0
+            weights[5].data = weights[5].data.contiguous()
+        if step == 3:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    state = optimizer.state_dict()
+    monkeypatch.undo()
+    return weights, state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"amsgrad": True, "maximize": True}, {"make": torch.optim.Adam, "weight_decay": 0.1}],
+    ids=["adamw", "amsgrad", "adam"],
+)
+def test_one_pass_over_memory_gives_the_bits_of_three(options, monkeypatch):
+    whole_weights, whole = master_step(False, 3, monkeypatch, **options)
+    weights, state = master_step(True, 3, monkeypatch, **options)
+
+    assert equal_states(state, whole)
+    assert all(torch.equal(a, b) for a, b in zip(weights, whole_weights, strict=True))
+
+
+def test_a_fused_optimizer_goes_over_its_weights_in_one_pass(monkeypatch):
+    passed = []
+    step = passing.OnePass.step
+    monkeypatch.setattr(
+        passing.OnePass, "step", lambda self: passed.append(step(self)) or passed[-1]
+    )
+
+    master_step(True, 0, monkeypatch)
+
+    # The first makes the states; where a weight or its master has gaps, all go the long way.
+    assert passed == [False, False, False, True, False]

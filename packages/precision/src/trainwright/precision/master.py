@@ -9,6 +9,7 @@ from typing import Any, Never
 import torch
 
 from trainwright.precision.errors import NotAvailableError, PrecisionError
+from trainwright.precision.passing import Comparison, OnePass
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 ParameterGroups = Iterable[Mapping[str, Any]]
@@ -56,6 +57,11 @@ class MasterWeights(torch.optim.Optimizer):
         ]
         self._narrow = [i for i, w in enumerate(self._weights) if w is not self._masters[i]]
         self._inner = factory(self._groups_of_masters(groups))
+        self._comparison = Comparison()
+        self._one_pass = None
+        if OnePass.fits(self._inner, self._weights):
+            held = self._inner, self._weights, self._masters
+            self._one_pass = OnePass(*held, self._comparison)
         self._sealed = False
         super().__init__(groups, self._inner.defaults)
         self._sealed = True
@@ -72,15 +78,16 @@ class MasterWeights(torch.optim.Optimizer):
         """
         if closure is not None:
             raise NotAvailableError("MasterWeights.step takes no closure; call it without one")
-        self._take_over_changes()
         self._copy_options(self.param_groups, self._inner.param_groups)
         for index in self._narrow:
             self._masters[index].grad = self._gradient(index)
-        self._inner.step()
+        if self._one_pass is None or not self._one_pass.step():
+            self._take_over_changes()
+            self._inner.step()
+            self._publish()
         for index in self._narrow:
             self._masters[index].grad = None
         self._copy_options(self._inner.param_groups, self.param_groups)
-        self._publish()
         self._show_state()
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,18 +152,9 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _take_over_changes(self) -> None:
         """Where the model's weight is no longer the rounded master, take the weight."""
-        weights = [self._weights[i].detach() for i in self._narrow]
-        masters = [self._masters[i].detach() for i in self._narrow]
-        if not weights:
-            return
-        rounded = [torch.empty_like(weight) for weight in weights]
-        torch._foreach_copy_(rounded, masters)
-        for weight, master, expected in zip(weights, masters, rounded, strict=True):
-            # On the CPU asking first is cheaper; elsewhere it would make the host wait.
-            if weight.device.type == "cpu" and torch.equal(weight, expected):
-                continue
-            unchanged = weight == expected
-            master.copy_(torch.where(unchanged, master, weight.to(master.dtype)))
+        for index in self._narrow:
+            weight, master = self._weights[index].detach(), self._masters[index].detach()
+            self._comparison.take_over(weight, master)
 
     def _publish(self) -> None:
         weights = [self._weights[i].detach() for i in self._narrow]
