@@ -103,8 +103,15 @@ def one_step(
     parts: Parts, gradients: dict[str, torch.Tensor], before: Snapshot
 ) -> tuple[StepRecord, dict[str, Shard]]:
     """Make the step after ``before`` on this rank."""
+    return step_from(parts, gradients, load_snapshot(parts, before))
+
+
+def step_from(
+    parts: Parts, gradients: dict[str, torch.Tensor], progress: Progress
+) -> tuple[StepRecord, dict[str, Shard]]:
+    """Make one step on this rank from where it is."""
     records: list[StepRecord] = []
-    _train_one(parts, load_snapshot(parts, before), records)
+    _train_one(parts, progress, records)
     shards = {
         name: Shard(piece.spec, gradients[name], piece.parameter.detach().clone())
         for name, piece in parts.model.pieces.items()

@@ -142,7 +142,7 @@ def _name(layout: str) -> str:
     return layout.replace("=", "").replace(",", "-")
 
 
-def _shape(config: RunConfig) -> ModelShape:
+def shape_of(config: RunConfig) -> ModelShape:
     return attrs.evolve(GROUPED, tied=config.shape.tied)
 
 
@@ -159,7 +159,7 @@ def serial_steps(dtype: str, shape: ModelShape) -> dict[int, tuple[Snapshot, Out
 
 
 def assert_same_steps(config: RunConfig, steps: Sequence[int] = STEPS) -> None:
-    shape = _shape(config)
+    shape = shape_of(config)
     serial = serial_steps(config.dtype, shape)
 
     outcomes = steps_in_layout(config, shape, [serial[step][0] for step in steps])
@@ -172,7 +172,7 @@ def assert_same_step(
     config: RunConfig, outcome: Outcome, before: Snapshot, expected: Outcome
 ) -> None:
     tolerance = STEP_TOLERANCE[config.dtype]
-    own = own_error(_shape(config), before.step)
+    own = own_error(shape_of(config), before.step)
     assert math.isclose(outcome.loss, expected.loss, rel_tol=tolerance)
     assert math.isclose(outcome.norm, expected.norm, rel_tol=tolerance)
     for name, gradient in expected.gradients.items():
@@ -247,7 +247,7 @@ def test_one_step_in_a_layout_is_the_serial_step(
 
 
 def assert_same_steps_in_processes(config: RunConfig) -> None:
-    shape = _shape(config)
+    shape = shape_of(config)
     serial = serial_steps(config.dtype, shape)
 
     found = steps_in_processes(config, shape, [serial[step][0] for step in STEPS])
@@ -362,7 +362,7 @@ def assert_same_trajectory(config: RunConfig) -> None:
     serial run is from itself where that alone is as much; in float32 Adam makes whole steps of
     rounding noise, and the serial run itself is further than 1e-5 from itself.
     """
-    shape = _shape(config)
+    shape = shape_of(config)
     serial = serial_losses(config.dtype, shape, 1)
     others = [serial_losses(config.dtype, shape, splits) for splits in SPLITS]
 

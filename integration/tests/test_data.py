@@ -129,6 +129,65 @@ def test_a_resumed_reader_yields_what_the_uninterrupted_one_does(stop: int) -> N
     assert all(torch.equal(third.next_batch().tokens_MBS, batch) for batch in batches[stop:])
 
 
+def _read(num_samples: int, batch: int, steps: int, **place: int) -> tuple[list[int], Reader]:
+    stream = np.arange(num_samples + 1, dtype=np.uint8)
+    reader = Reader(stream, 1, batch, seed=11, **place)
+    return _samples(reader, steps), reader
+
+
+def _samples(reader: Reader, steps: int) -> list[int]:
+    return [
+        sample for _ in range(steps) for sample in reader.next_batch().tokens_MBS.flatten().tolist()
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_samples_after_a_stop_at_any_batch_of_any_epoch_are_those_of_a_run_never_stopped(
+    ranks: int,
+) -> None:
+    places = [{"data_rank": rank, "data_size": ranks} for rank in range(ranks)]
+    whole = [_read(20, 2, 30, **place)[0] for place in places]
+
+    for stop in range(31):
+        for place, right in zip(places, whole, strict=True):
+            before, reader = _read(20, 2, stop, **place)
+            _, resumed = _read(20, 2, 0, **place)
+            resumed.load_state_dict(reader.state_dict())
+            assert before + _samples(resumed, 30 - stop) == right
+
+    together = [sample for row in zip(*whole, strict=True) for sample in row]
+    for epoch in range(3):
+        assert sorted(together[20 * epoch : 20 * epoch + 20]) == list(range(20))
+
+
+def test_a_second_resume_in_an_epoch_counts_from_the_beginning_of_the_run() -> None:
+    whole, _ = _read(50, 1, 101)
+    _, first = _read(50, 1, 30)
+    _, second = _read(50, 1, 0)
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict() == {"consumed": 30}
+    _samples(second, 10)
+    _, third = _read(50, 1, 0)
+    third.load_state_dict(second.state_dict())
+
+    assert _samples(third, 1) == whole[40:41]
+    _, ended = _read(50, 1, 50)
+    _, after = _read(50, 1, 0)
+    after.load_state_dict(ended.state_dict())
+    assert _samples(after, 51) == whole[50:101]  # the second epoch, once
+
+
+def test_the_place_of_a_resume_is_skipped_in_its_own_epoch_only() -> None:
+    whole, _ = _read(10, 2, 20)
+    _, reader = _read(10, 2, 0)
+    reader.load_state_dict({"consumed": 6})
+    resumed = _samples(reader, 17)
+
+    assert resumed == whole[6:]
+    for epoch in range(3):
+        assert sorted(resumed[4 + 10 * epoch :][:10]) == list(range(10))
+
+
 def test_each_epoch_is_another_permutation_of_all_sequences() -> None:
     reader = Reader(STREAM, 9, 1, seed=5)
     epochs = []

@@ -81,10 +81,9 @@ def materialise_moments(parts: Parts) -> None:
 
 
 def _is_empty(store: StateStore) -> bool:
-    every_run = StateStore(store.root)
     try:
-        return every_run.latest() is None and all(
-            left.endswith("interrupted, or under way") for left in every_run.leftovers()
+        return not store.runs() and all(
+            left.endswith("interrupted, or under way") for left in store.leftovers()
         )
     except OSError as error:
         raise RunFolderError(f"cannot read {store.root}: {error}") from error

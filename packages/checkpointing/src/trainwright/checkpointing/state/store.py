@@ -213,6 +213,11 @@ class StateStore:
         steps = [entry.manifest.step for entry in saved]
         return [step for number, step in enumerate(steps) if step not in steps[number + 1 :]]
 
+    def runs(self) -> list[str]:
+        """Return the runs of all complete checkpoints in the folder; asks no other rank."""
+        catalog = read_catalog(self._place.files, self._place.root)
+        return list(dict.fromkeys(saved.manifest.run for saved in catalog.complete))
+
     def leftovers(self) -> list[str]:
         """Return what lies in the folder and is no complete checkpoint; asks no other rank.
 

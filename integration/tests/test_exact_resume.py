@@ -1,0 +1,163 @@
+"""A resumed run computes, bit for bit, what it would have computed without the stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainwright.checkpointing.state import StateStore
+from trainwright.checkpointing.testing.files import CrashingFiles
+from trainwright.collectives import Communicator, LocalWorld
+from trainwright.integration import Corpus, ModelShape, RunConfig, assemble, train
+from trainwright.integration.parts import Parts, Progress, whole_weights
+from trainwright.integration.recipe import StepRecord
+from trainwright.integration.training_state import restore_state, save_state
+
+STREAM = np.frombuffer(b"what was learned is kept, whenever the run ends. " * 5, dtype=np.uint8)
+CORPUS = Corpus(train=STREAM, held_out=STREAM, files=1, skipped=(), source="a test")
+SHAPE = ModelShape(width=16, layers=4, heads=2, kv_heads=2, mlp_width=24)
+ROOT = Path("/run/checkpoints")
+STEPS = 4
+LAYOUTS = [
+    {"layout": "dp=1"},
+    {"layout": "dp=2", "zero": 1},
+    {"layout": "dp=2", "zero": 3},
+    {"layout": "tp=2,pp=2", "schedule": "zb-h1"},
+    {"layout": "dp=2,pp=2", "zero": 2, "reduce": "microbatch"},
+    {"layout": "dp=2,tp=2", "zero": 3, "gather": "unit", "sequence_parallel": True},
+    {"layout": "pp=2", "schedule": "zb-v", "recompute": "full"},
+]
+
+
+def _config(**changes: Any) -> RunConfig:
+    # 16 sequences of 16 bytes: the second epoch begins within the third step.
+    base = RunConfig(steps=STEPS, global_batch=8, sequence_length=15, warmup=2)
+    return attrs.evolve(base, **changes)
+
+
+def _save(parts: Parts, progress: Progress, files: CrashingFiles) -> None:
+    save_state(_store(parts, files), parts, progress)
+
+
+def _store(parts: Parts, files: CrashingFiles) -> StateStore:
+    return StateStore(ROOT, parts.mesh.world, coordinates=parts.mesh.coordinates, files=files)
+
+
+def _held(parts: Parts) -> dict[str, torch.Tensor]:
+    """Return all that decides how this rank goes on, by name."""
+    state = {}
+    for name, piece in parts.model.pieces.items():
+        state[name] = piece.parameter.detach().clone()
+        for moment, tensor in parts.optimizer.state[piece.parameter].items():
+            state[f"{name} {moment}"] = tensor.clone()
+    return state
+
+
+def _go_on(parts: Parts, progress: Progress, steps: int) -> list[StepRecord]:
+    records: list[StepRecord] = []
+    if steps:
+        settings = attrs.evolve(parts.config, steps=steps)
+        train(attrs.evolve(parts, config=settings), progress, [records.append])
+    return [attrs.evolve(record, seconds=0.0) for record in records]
+
+
+def _assert_equal(found: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == right.keys()
+    for name, tensor in right.items():
+        assert tensor.dtype == found[name].dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@settings(max_examples=5)
+@given(
+    shared=st.sampled_from(LAYOUTS),
+    dtype=st.sampled_from(["float32", "bfloat16", "float64"]),
+    tied=st.booleans(),
+    stop=st.integers(0, STEPS),
+)
+def test_a_run_stopped_after_any_step_in_any_layout_goes_on_bit_for_bit(
+    shared: dict[str, Any], dtype: str, tied: bool, stop: int
+) -> None:
+    config = _config(dtype=dtype, **shared)
+    shape = attrs.evolve(SHAPE, tied=tied)
+    files = CrashingFiles()
+
+    def work(comm: Communicator) -> None:
+        whole = assemble(config, comm, CORPUS, shape)
+        right = _go_on(whole, whole.start(), STEPS)
+
+        first = assemble(config, comm, CORPUS, shape)
+        progress = first.start()
+        made = _go_on(first, progress, stop)
+        _save(first, progress, files)
+        second = assemble(attrs.evolve(config), comm, CORPUS, shape)
+        for piece in second.model.pieces.values():
+            piece.parameter.detach().fill_(7.0)  # whatever a fresh process may hold
+        restored = restore_state(_store(second, files), second)
+        assert restored is not None
+        made += _go_on(second, restored, STEPS)
+
+        assert made == right
+        _assert_equal(_held(second), _held(whole))
+
+    LocalWorld(config.mesh.world_size).run(work)
+
+
+def test_learning_rates_after_a_stop_at_any_update_are_those_of_a_run_never_stopped() -> None:
+    config = _config(steps=10, warmup=3, global_batch=2)
+    shape = ModelShape(width=8, layers=1, heads=1, kv_heads=1, mlp_width=8)
+
+    def work(comm: Communicator) -> None:
+        whole = assemble(config, comm, CORPUS, shape)
+        right = [record.lr for record in _go_on(whole, whole.start(), 10)]
+        assert right[0] < right[1] < right[2] == right[3] > right[4] > right[9]
+        first = assemble(config, comm, CORPUS, shape)
+        progress = first.start()
+        for stop in range(1, 11):
+            files = CrashingFiles()
+            made = [record.lr for record in _go_on(first, progress, stop)]
+            _save(first, progress, files)
+            second = assemble(config, comm, CORPUS, shape)
+            restored = restore_state(_store(second, files), second)
+            assert restored is not None
+            after = [record.lr for record in _go_on(second, restored, 10)]
+            assert right[stop - 1 :] == made + after
+
+    LocalWorld(1).run(work)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_after_a_load_the_weights_of_the_modules_are_the_masters_rounded(zero: int) -> None:
+    config = _config(
+        layout="dp=2", zero=zero, dtype="bfloat16", gather="step" if zero == 3 else "auto"
+    )
+    files = CrashingFiles()
+
+    def work(comm: Communicator) -> None:
+        first = assemble(config, comm, CORPUS, SHAPE)
+        progress = first.start()
+        _go_on(first, progress, 3)
+        _save(first, progress, files)
+        second = assemble(config, comm, CORPUS, SHAPE)
+        restored = restore_state(_store(second, files), second)
+
+        assert restored is not None
+        with whole_weights(second):
+            weights = dict(second.model.stages[0].named_parameters())
+            for name, piece in second.model.pieces.items():
+                assert piece.parameter.dtype == torch.float32
+                held = piece.spec.extract(weights[name].detach()).view_as(piece.parameter)
+                assert torch.equal(held, piece.parameter.detach().to(held.dtype))
+                assert held.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
+        assert _go_on(second, restored, 4) == _go_on(first, progress, 4)
+        _assert_equal(_held(second), _held(first))
+
+    LocalWorld(2).run(work)
