@@ -67,7 +67,7 @@ class Located:
 
 
 class Nearby:
-    """Finds which pieces of a tensor may hold elements of a part of it, without looking at each.
+    """Finds which pieces of a tensor may hold elements of a part of it, without comparing each.
 
     Args:
         located: The tensor.
@@ -75,20 +75,51 @@ class Nearby:
 
     def __init__(self, located: Located) -> None:
         self._located = located
-        self._lows, self._highs = _corners([piece.spec for piece in located.pieces])
+        bounds = [find_bounds(piece.spec) for piece in located.pieces]
+        shape = (len(bounds), len(located.global_shape))
+        self._lows = np.array([low for low, _ in bounds], dtype=np.int64).reshape(shape)
+        self._highs = np.array([high for _, high in bounds], dtype=np.int64).reshape(shape)
 
-    def find(self, spec: ShardSpec | None) -> Located:
-        """Return the tensor without the pieces that cannot share an element with ``spec``.
+    def find(self, bounds: Sequence[Sequence[int]] | None) -> Located:
+        """Return the tensor without the pieces that hold nothing within ``bounds``.
 
-        All of them are left for None and for a spec of another shape, which is an error elsewhere.
+        All of them are left for None and for bounds of a tensor of other dims, which is an error
+        elsewhere.
         """
         located = self._located
-        if spec is None or spec.global_shape != located.global_shape:
+        if bounds is None or len(bounds[0]) != len(located.global_shape):
             return located
-        lows, highs = _corners([spec])
-        crosses = ((self._lows < highs) & (lows < self._highs)).all(axis=1)
+        low, high = np.array(bounds, dtype=np.int64)
+        crosses = ((self._lows < high) & (low < self._highs)).all(axis=1)
         kept = tuple(located.pieces[number] for number in np.flatnonzero(crosses))
-        return attrs.evolve(located, pieces=kept)
+        return Located(located.dtype, located.global_shape, kept)
+
+
+def find_bounds(spec: ShardSpec) -> tuple[list[int], list[int]]:
+    """Return the corners of a box around all that ``spec`` holds, exact but for parts of rows."""
+    lows: list[list[int]] = []
+    highs: list[list[int]] = []
+    before = 0
+    for box in spec.boxes:
+        numel = box.numel
+        first, last = max(spec.start - before, 0), min(spec.stop - before, numel)
+        before += numel
+        if first >= last:
+            continue
+        low, high = list(box.start), list(box.stop)
+        if low:
+            row = numel // (high[0] - low[0])
+            low[0], high[0] = low[0] + first // row, low[0] - (-last // row)
+        lows.append(low)
+        highs.append(high)
+    if not lows:
+        nothing = [0] * len(spec.global_shape)
+        return nothing, nothing
+    if len(lows) == 1:
+        return lows[0], highs[0]
+    return [min(ends) for ends in zip(*lows, strict=True)], [
+        max(ends) for ends in zip(*highs, strict=True)
+    ]
 
 
 def digest(name: str) -> tuple[int, int]:
@@ -122,10 +153,10 @@ def parse_located_row(row: Any) -> tuple[str, Located]:
         ValueError: Or any other error of malformed data: it is not such a row.
     """
     path, dtype, shape = parse_head(row)
-    pieces = []
+    pieces: list[Piece] = []
     for number, size, block_bytes, *rest in row[3]:
         file = DataFile(*check_numbers([number, size, block_bytes]))
-        pieces.append(parse_piece(path, dtype, shape, file, rest))
+        pieces.append(parse_piece(path, dtype, shape, file, rest, pieces))
     return path, Located(dtype, shape, tuple(pieces))
 
 
@@ -146,9 +177,22 @@ def parse_head(row: Any) -> tuple[str, torch.dtype, tuple[int, ...]]:
 
 
 def parse_piece(
-    path: str, dtype: torch.dtype, shape: tuple[int, ...], file: DataFile, row: Any
+    path: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    file: DataFile,
+    row: Any,
+    before: Sequence[Piece] = (),
 ) -> Piece:
     """Return the piece of which `piece_row` made ``row``, every number of it checked.
+
+    Args:
+        path: The tensor's path.
+        dtype: Its dtype.
+        shape: Its global shape.
+        file: Where the piece is.
+        row: What is said of it.
+        before: Pieces of the same tensor; the boxes of the last one are often the same.
 
     Raises:
         ValueError: Or any other error of malformed data: it is not such a row.
@@ -159,8 +203,10 @@ def parse_piece(
         raise ValueError(f"file {file.number} has blocks of {file.block_bytes} bytes")
     if len(corners) > MAX_BOXES:
         raise ValueError(f"{path!r} has {len(corners)} boxes")
-    dims = len(shape)
-    boxes = [Box(both[:dims], both[dims:]) for both in map(check_numbers, corners)]
+    boxes = before[-1].spec.boxes if before else ()
+    if [(*box.start, *box.stop) for box in boxes] != [tuple(both) for both in corners]:
+        dims = len(shape)
+        boxes = tuple(Box(both[:dims], both[dims:]) for both in map(check_numbers, corners))
     spec = ShardSpec(path, shape, boxes, start, stop)
     num_bytes = spec.numel * dtype.itemsize
     num_blocks = -(-num_bytes // file.block_bytes)
@@ -204,18 +250,3 @@ def check_numbers(values: Iterable[Any]) -> list[int]:
     if not all(type(value) is int and 0 <= value <= _MAX_NUMBER for value in numbers):
         raise ValueError(f"{numbers!r} are no counts")
     return numbers
-
-
-def _corners(specs: Sequence[ShardSpec]) -> tuple[_Ints, _Ints]:
-    """Return the corners of the smallest box around all that each spec holds."""
-    lows, highs = [], []
-    for spec in specs:
-        parts = [box for _, box in spec.parts()]
-        dims = range(len(spec.global_shape))
-        lows.append([min((box.start[dim] for box in parts), default=0) for dim in dims])
-        highs.append([max((box.stop[dim] for box in parts), default=0) for dim in dims])
-    shape = (len(specs), len(specs[0].global_shape) if specs else 0)
-    return (
-        np.array(lows, dtype=np.int64).reshape(shape),
-        np.array(highs, dtype=np.int64).reshape(shape),
-    )

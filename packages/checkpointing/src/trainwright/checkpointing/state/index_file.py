@@ -13,7 +13,7 @@ file is described in one place that is known beforehand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ import attrs
 
 from trainwright.checkpointing.errors import DamagedCheckpointError
 from trainwright.checkpointing.protocol import Files
+from trainwright.collectives import Box
 from trainwright.collectives.overlap import find_crossing_boxes
 
 from .dtypes import dtype_name
 from .index import (
     DataFile,
     Located,
+    Piece,
     check_numbers,
     digest,
     parse_head,
@@ -97,8 +99,7 @@ def find_wrong_tiles(tensors: Mapping[str, Located]) -> list[str]:
     problems = []
     for path, located in tensors.items():
         what = f"{path} {located.global_shape} {dtype_name(located.dtype)}"
-        owners = [(piece.file.number, piece.spec.parts()) for piece in located.pieces]
-        boxes = [(file, box) for file, parts in owners for _, box in parts if box.numel]
+        boxes = _boxes_of(located.pieces)
         crossing = find_crossing_boxes([box for _, box in boxes])
         if crossing is not None:
             (first, a), (second, b) = (boxes[number] for number in crossing)
@@ -113,6 +114,26 @@ def find_wrong_tiles(tensors: Mapping[str, Located]) -> list[str]:
         if crossing is None and held != size:
             problems.append(f"{what}: only {held} of its {size} elements are held by any rank")
     return problems
+
+
+def _boxes_of(pieces: Sequence[Piece]) -> list[tuple[int, Box]]:
+    """Return the boxes of all pieces and whose they are; those that only ranges divide are joined.
+
+    Most tensors are one piece, or ranges of the same boxes: then there is little to compare.
+    """
+    shares: dict[tuple[Box, ...], list[Piece]] = {}
+    for piece in pieces:
+        shares.setdefault(piece.spec.boxes, []).append(piece)
+    found: list[tuple[int, Box]] = []
+    for boxes, sharing in shares.items():
+        ranges = sorted((piece.spec.start, piece.spec.stop) for piece in sharing)
+        ends = [0, *(stop for _, stop in ranges)]
+        if [start for start, _ in ranges] == ends[:-1] and ends[-1] == sharing[0].spec.total:
+            found += [(sharing[0].file.number, box) for box in boxes if box.numel]
+            continue
+        for piece in sharing:
+            found += [(piece.file.number, box) for _, box in piece.spec.parts() if box.numel]
+    return found
 
 
 def read_index_part(files: Files, folder: Path, manifest: Manifest, number: int) -> IndexPart:
@@ -158,7 +179,9 @@ def _parse(body: dict[str, Any], number: int, of: int, num_files: int) -> IndexP
         path, dtype, shape = parse_head(row)
         if path in tensors or digest(path)[0] % of != number:
             raise ValueError(f"{path!r} does not belong there")
-        pieces = (parse_piece(path, dtype, shape, files[file][0], rest) for file, *rest in row[3])
+        pieces: list[Piece] = []
+        for file, *rest in row[3]:
+            pieces.append(parse_piece(path, dtype, shape, files[file][0], rest, pieces))
         tensors[path] = Located(dtype, shape, tuple(pieces))
     return IndexPart(number, of, files, tensors)
 

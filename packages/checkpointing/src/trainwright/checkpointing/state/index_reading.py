@@ -21,6 +21,7 @@ from .index import (
     Piece,
     digest,
     dump_rows,
+    find_bounds,
     load_rows,
 )
 from .index_file import IndexPart, read_index_part
@@ -97,8 +98,8 @@ class Index:
         """
         asked: list[list[Any]] = [[] for _ in range(self._ranks.comm.size)]
         for path, spec in wanted.items():
-            described = None if spec is None else spec.to_json()
-            asked[self._readers.of(path)].append([path, described])
+            bounds = None if spec is None else find_bounds(spec)
+            asked[self._readers.of(path)].append([path, bounds])
         questions = self._ranks.exchange_bytes(
             [json.dumps(part, separators=(",", ":")).encode("ascii") for part in asked]
         )
@@ -107,13 +108,12 @@ class Index:
 
     def _answer(self, questions: list[Any]) -> bytes:
         def known() -> Iterator[tuple[str, Located]]:
-            for path, described in questions:
+            for path, bounds in questions:
                 if path not in self._known:
                     continue
                 if path not in self._nearby:
                     self._nearby[path] = Nearby(self._known[path])
-                spec = None if described is None else ShardSpec.from_json(described)
-                yield path, self._nearby[path].find(spec)
+                yield path, self._nearby[path].find(bounds)
 
         return dump_rows(known())
 
@@ -221,9 +221,8 @@ def _read_header(
     table = start + header.table[0]
     found = {}
     for name, info in header.tensors.items():
-        spec = attrs.evolve(info.spec, name=name, replicated=())
-        piece = Piece(data_file, spec, start + info.begin, table + 4 * info.first_block)
-        found[name] = Located(info.dtype, spec.global_shape, (piece,))
+        piece = Piece(data_file, info.spec, start + info.begin, table + 4 * info.first_block)
+        found[name] = Located(info.dtype, info.spec.global_shape, (piece,))
     return found
 
 

@@ -76,9 +76,8 @@ def describe_file(
     described = {}
     for placed in plan.leaves:
         leaf = placed.leaf
-        spec = attrs.evolve(leaf.spec, name=leaf.path, replicated=())
-        piece = Piece(file, spec, placed.offset, placed.sums)
-        described[leaf.path] = Located(leaf.tensor.dtype, spec.global_shape, (piece,))
+        piece = Piece(file, leaf.spec, placed.offset, placed.sums)
+        described[leaf.path] = Located(leaf.tensor.dtype, leaf.spec.global_shape, (piece,))
     return file, described
 
 
