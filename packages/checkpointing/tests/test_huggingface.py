@@ -190,6 +190,19 @@ def test_what_the_library_says_of_tied_weights_is_understood(tmp_path):
         assert all(same(value, model["a"].weight) for value in target.values())
 
 
+@pytest.mark.parametrize("stored", ["emb", "head"])
+def test_a_tied_weight_that_a_folder_is_silent_about_is_found_by_the_name_that_is_there(
+    tmp_path, stored
+):
+    save_file({stored: torch.arange(3)}, tmp_path / "model.safetensors")
+    with open_huggingface(tmp_path) as source:
+        target = {"emb": torch.zeros(3, dtype=torch.int64), "head": torch.zeros(3).long()}
+        with pytest.raises(MismatchError, match="found nothing of that name"):
+            source.fill(target)
+        assert source.fill(target, tied={"head": "emb"}) == ()
+    assert all(value.tolist() == [0, 1, 2] for value in target.values())
+
+
 def test_pieces_that_torch_writes_in_this_format_are_put_together(tmp_path):
     whole = torch.randn(5, 4)
     for number, start in enumerate((0, 2)):

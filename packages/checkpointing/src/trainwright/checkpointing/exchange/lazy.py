@@ -179,7 +179,11 @@ class Source:
         self.on_close()
 
     def fill(
-        self, targets: Mapping[str, torch.Tensor | Sharded], *, cast: bool = False
+        self,
+        targets: Mapping[str, torch.Tensor | Sharded],
+        *,
+        cast: bool = False,
+        tied: Mapping[str, str] | None = None,
     ) -> tuple[str, ...]:
         """Fill tensors, or this rank's parts of them, in place.
 
@@ -188,6 +192,8 @@ class Source:
         Args:
             targets: What to fill, by name.
             cast: Whether dtypes may differ.
+            tied: Pairs of names of one weight, of which the folder may hold either; what other
+                tools leave out of a folder (transformers: ``lm_head.weight``) is not told in it.
 
         Returns:
             The names of the folder's tensors that nobody asked for.
@@ -199,7 +205,7 @@ class Source:
         problems: list[str] = []
         plans: list[tuple[LazyTensor, ShardSpec, torch.Tensor]] = []
         for name, target in targets.items():
-            found = self.tensors.get(self.aliases.get(name, name))
+            found = self._find(name, tied or {})
             if found is None:
                 problems.append(f"{name}: expected a tensor, found nothing of that name")
                 continue
@@ -217,6 +223,15 @@ class Source:
             found.read(spec, into=tensor, cast=cast)
         asked = {found.name for found, _, _ in plans}
         return tuple(name for name in self.tensors if name not in asked)
+
+    def _find(self, name: str, tied: Mapping[str, str]) -> LazyTensor | None:
+        others = [tied[name]] if name in tied else []
+        others += [other for other, partner in tied.items() if partner == name]
+        for known in (name, *others):
+            found = self.tensors.get(self.aliases.get(known, known))
+            if found is not None:
+                return found
+        return None
 
 
 def shift(box: Box, origin: tuple[int, ...]) -> Box:
