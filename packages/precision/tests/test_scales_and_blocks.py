@@ -23,8 +23,9 @@ from trainwright.precision.formats import (
     Stochastic,
     amax,
     ceil_exponent,
+    encode_scaled,
     floor_exponent,
-    quantization,
+    pieces,
     quantize_blockwise,
     quantize_mx,
     scale_from_amax,
@@ -218,7 +219,7 @@ def test_blocks_are_encoded_as_block_for_block(
 
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 100_000)])
 def test_more_than_a_piece_of_the_cache_is_encoded_alike(block, monkeypatch):
-    monkeypatch.setattr(quantization, "_CPU_PIECE", 4096)
+    monkeypatch.setattr(pieces, "_CPU_PIECE", 4096)
     x = drawn((150, 700))
     codes, scales = plain(x, block, E4M3, False)
 
@@ -302,6 +303,28 @@ def test_the_largest_float32_numbers_stay_finite():
 
 
 @pytest.mark.parametrize("format", ELEMENTS, ids=by_name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_given_scale_is_multiplied_in_the_wider_dtype_and_what_it_leaves_too_large_is_cut(
+    format, dtype, by_row, monkeypatch
+):
+    monkeypatch.setattr(pieces, "_CPU_PIECE", 100)
+    x = drawn((3, 7, 33), dtype=dtype)
+    largest = amax(x, -1, keepdim=True) if by_row else amax(x)
+    scale = 3 * scale_from_amax(largest, format)
+    product = x.to(scale.dtype) * scale
+
+    for rounding in (None, toward_zero, Stochastic(Key(0, "x"))):
+        how = {} if rounding is None else {"rounding": rounding}
+        found = encode_scaled(x, scale, format, **how)
+
+        exact = x.double() * scale.double() if isinstance(rounding, Stochastic) else product
+        assert torch.equal(found, format.encode_clamped(exact, **how))
+        assert (found & (1 << (format.bits - 1)) - 1 == format.max_code).any()
+    assert encode_scaled(x[:, :0], scale.new_ones(1), format).shape == (3, 0, 33)
+
+
+@pytest.mark.parametrize("format", ELEMENTS, ids=by_name)
 def test_other_roundings_of_blocks_are_those_of_their_scaled_values(format):
     x = drawn((5, 70))
     nearest = quantize_mx(x, format, floor_exponent)
@@ -332,6 +355,8 @@ def test_stochastic_blocks_keep_the_mean():
         (lambda: quantize_blockwise(torch.tensor([1]), 2, E4M3), "floating-point"),
         (lambda: quantize_blockwise(torch.ones(4), 2, BF16), "at most 8 bits, got BF16"),
         (lambda: quantize_mx(torch.ones(4), E8M0, ceil_exponent), "signed"),
+        (lambda: encode_scaled(torch.ones(4, 2), torch.ones(2), E4M3), "one for each row"),
+        (lambda: encode_scaled(torch.ones(4), torch.ones(()), BF16), "at most 8 bits"),
         (lambda: scale_from_amax(torch.ones(4).half(), E4M3), "float32 or float64"),
         (lambda: scale_from_amax(torch.ones(4), E4M3, 0.5), "integer"),
         (lambda: scale_from_amax(torch.ones(4), E4M3, -1), "0 to 64"),

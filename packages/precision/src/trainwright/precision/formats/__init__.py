@@ -20,6 +20,7 @@ from trainwright.precision.formats.number_format import (
     Specials,
 )
 from trainwright.precision.formats.quantization import (
+    encode_scaled,
     quantize_blockwise,
     quantize_mx,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "amax",
     "by_draws",
     "ceil_exponent",
+    "encode_scaled",
     "floor_exponent",
     "nearest_even",
     "quantize_blockwise",

@@ -1,4 +1,4 @@
-"""Quantising tensors block by block, and what it costs in passes over memory.
+"""Quantising tensors, block by block or by a given scale.
 
 On a CPU a piece that fits in the cache is measured, scaled and encoded before the next is read: the
 tensor is read once from memory and its codes are written once, in reused scratch memory.
@@ -6,7 +6,7 @@ tensor is read once from memory and its codes are written once, in reused scratc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -15,14 +15,15 @@ from trainwright.precision.errors import PrecisionError
 from .blocks import BlockQuantized, as_block, scales_shape, spread_scales
 from .named import E8M0
 from .number_format import NumberFormat, Specials
+from .pieces import Scratch, as_matrices, cut_pieces
 from .rounding import Rounding, nearest_even, toward_zero
 from .scales import ExponentRule, is_amax, power_of_two_of, scale_from_amax
 
-# Elements of a piece on a CPU: 1 MiB of float32, so that a cache holds it and its scaled values,
-# and the calls on the few scales of a piece cost little beside those on its elements.
-_CPU_PIECE = 1 << 18
 _MX_BLOCK = (1, 32)
-_Multipliers = Callable[[torch.Tensor], torch.Tensor]
+# From the largest magnitude of each block to what its values are multiplied by.
+Multipliers = Callable[[torch.Tensor], torch.Tensor]
+# Roundings that look at no place, so that pieces may come in any order.
+_PLACELESS = (nearest_even, toward_zero)
 # Shapes: B matrices, R rows, C columns of them; G and H rows and columns of blocks.
 
 
@@ -59,7 +60,7 @@ def quantize_blockwise(
         return scale_from_amax(amax, format, power_of_two=power_of_two)
 
     pair = as_block(block)
-    codes, found = _quantize(tensor, pair, format, multipliers, rounding)
+    codes, found = encode_blocks(tensor, pair, format, multipliers, rounding)
     return BlockQuantized(codes, found.reciprocal_(), format, pair)
 
 
@@ -96,30 +97,76 @@ def quantize_mx(
         scale = power_of_two_of(-exponent.clamp(-127, 127)).to(amax.dtype)
         return scale.masked_fill_(lost, torch.nan)
 
-    codes, found = _quantize(tensor, _MX_BLOCK, format, multipliers, rounding)
+    codes, found = encode_blocks(tensor, _MX_BLOCK, format, multipliers, rounding)
     scales = E8M0.encode(found.reciprocal_())
     return BlockQuantized(codes, scales, format, _MX_BLOCK, E8M0)
 
 
-def _quantize(
+def encode_scaled(
+    tensor: torch.Tensor,
+    scale: torch.Tensor,
+    format: NumberFormat,
+    *,
+    rounding: Rounding = nearest_even,
+) -> torch.Tensor:
+    """Return the codes of ``tensor * scale``, of the largest number for what is too large.
+
+    For scales that are known before the tensor is, as with delayed scaling. Infinity becomes the
+    largest number too, and NaN a zero where the format has none: look for both before.
+
+    Args:
+        tensor: floating-point, at least one dim.
+        scale: as of `scale_from_amax`, float32 or float64: one number, or one for each row,
+            [..., 1].
+        format: a signed one, of at most 8 bits.
+        rounding: as in `NumberFormat.encode`.
+
+    Returns:
+        uint8 codes of the shape of ``tensor``.
+
+    Raises:
+        PrecisionError: tensor, scale or format cannot be that.
+    """
+    _check(tensor, format)
+    if scale.numel() != 1 and scale.shape != (*tensor.shape[:-1], 1):
+        raise PrecisionError(
+            f"a scale is one number, or one for each row of {list(tensor.shape)}, got shape "
+            f"{list(scale.shape)}"
+        )
+    if rounding not in _PLACELESS:
+        spread = scale.view(()) if scale.numel() == 1 else scale
+        return format.encode_clamped(tensor.detach().double() * spread.double(), rounding=rounding)
+    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    cols = tensor.shape[-1] if scale.numel() > 1 else max(1, tensor.numel())
+    whole_RC = tensor.detach().reshape(-1, cols)
+    scale_R1 = scale.to(wide).reshape(-1, 1).expand(whole_RC.shape[0], 1)
+    codes_RC = torch.empty(whole_RC.shape, dtype=torch.uint8, device=tensor.device)
+    scratch = Scratch(wide, tensor.device)
+    for _, rows, columns in cut_pieces(whole_RC[None], (1, 1)):
+        scaled_RC = scratch.copy(whole_RC[rows, columns]).mul_(scale_R1[rows])
+        _write_codes(scaled_RC, codes_RC[rows, columns], format, rounding)
+    return codes_RC.view(tensor.shape)
+
+
+def encode_blocks(
     tensor: torch.Tensor,
     block: tuple[int, int],
     format: NumberFormat,
-    multipliers: _Multipliers,
+    multipliers: Multipliers,
     rounding: Rounding,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes, and what each block was multiplied by."""
     _check(tensor, format)
-    whole_BRC = _as_matrices(tensor.detach(), block)
+    whole_BRC = as_matrices(tensor.detach(), block)
     codes_BRC = torch.empty(whole_BRC.shape, dtype=torch.uint8, device=tensor.device)
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     grid = scales_shape(whole_BRC.shape, block)
     found_BGH = torch.empty(grid, dtype=wide, device=tensor.device)
     # Rounding by place sees the whole tensor at once, in float64: a product of two float32 numbers
     # that is rounded before it is drawn for would be biased.
-    at_once = rounding not in (nearest_even, toward_zero)
-    scratch = _Scratch(wide, tensor.device)
-    for matrix, rows, cols in _pieces(whole_BRC, block):
+    at_once = rounding not in _PLACELESS
+    scratch = Scratch(wide, tensor.device)
+    for matrix, rows, cols in cut_pieces(whole_BRC, block):
         part_RC = whole_BRC[matrix, rows, cols]
         grid_rows = slice(rows.start // block[0], -(-rows.stop // block[0]))
         grid_cols = slice(cols.start // block[1], -(-cols.stop // block[1]))
@@ -139,85 +186,13 @@ def _quantize(
 def _check(tensor: torch.Tensor, format: NumberFormat) -> None:
     if not tensor.dtype.is_floating_point or tensor.ndim == 0:
         raise PrecisionError(
-            f"a tensor to quantise by blocks is floating-point with at least one dim, got "
-            f"{tensor.dtype} of shape {list(tensor.shape)}"
+            f"a tensor to quantise is floating-point with at least one dim, got {tensor.dtype} of "
+            f"shape {list(tensor.shape)}"
         )
     if not format.signed or format.bits > 8:
         raise PrecisionError(
             f"blocks have codes of a signed format of at most 8 bits, got {format.name}"
         )
-
-
-def _as_matrices(tensor: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    if tensor.ndim == 1:
-        return tensor.view(1, 1, -1)
-    rows, cols = tensor.shape[-2:]
-    if tensor.numel() == 0:
-        return tensor.new_empty((0, rows, cols))
-    if block[0] > 1:
-        return tensor.reshape(-1, rows, cols)
-    # Where no row ends within a block, all rows are one.
-    flat = cols % block[1] == 0 and tensor.is_contiguous()
-    return tensor.view(1, 1, -1) if flat else tensor.reshape(1, -1, cols)
-
-
-def _pieces(whole_BRC: torch.Tensor, block: tuple[int, int]) -> Iterator[tuple[int, slice, slice]]:
-    """Yield matrix, rows and columns of pieces of whole blocks: on a CPU what a cache holds."""
-    num, rows, cols = whole_BRC.shape
-    most = _CPU_PIECE if whole_BRC.device.type == "cpu" else whole_BRC.numel()
-    row_step = max(1, most // max(1, cols) // block[0]) * block[0]
-    col_step = max(1, most // min(row_step, max(1, rows)) // block[1]) * block[1]
-    for matrix in range(num):
-        for row in range(0, rows, row_step):
-            for col in range(0, cols, col_step):
-                last = slice(col, min(col + col_step, cols))
-                yield matrix, slice(row, min(row + row_step, rows)), last
-
-
-class _Scratch:
-    """Two pieces of memory that are used again for every piece."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._values = torch.empty(0, dtype=dtype, device=device)
-        self._work = torch.empty(0, dtype=dtype, device=device)
-
-    def measure(
-        self, part_RC: torch.Tensor, block: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the values by blocks, zeros behind their last, and the largest magnitudes."""
-        rows, cols = part_RC.shape
-        full = -(-rows // block[0]) * block[0], -(-cols // block[1]) * block[1]
-        self._work = _at_least(self._work, full)
-        work_RC = _first(self._work, full)
-        values_RC = part_RC
-        if part_RC.dtype is not self._values.dtype or (rows, cols) != full:
-            self._values = _at_least(self._values, full)
-            values_RC = _first(self._values, full)
-            if (rows, cols) != full:
-                values_RC.zero_()
-            values_RC[:rows, :cols].copy_(part_RC)
-        torch.abs(values_RC, out=work_RC)
-        groups, blocks = full[0] // block[0], full[1] // block[1]
-        amax_RH = work_RC.view(full[0], blocks, block[1]).amax(2)
-        amax_GH = amax_RH if block[0] == 1 else amax_RH.view(groups, block[0], blocks).amax(1)
-        return values_RC.view(groups, block[0], blocks, block[1]), amax_GH
-
-    def scale(self, values_GRHC: torch.Tensor, scale_GH: torch.Tensor) -> torch.Tensor:
-        """Return rows of scaled values."""
-        groups, rows, blocks, cols = values_GRHC.shape
-        work_RC = _first(self._work, (groups * rows, blocks * cols))
-        work_GRHC = work_RC.view(values_GRHC.shape)
-        torch.mul(values_GRHC, scale_GH[:, None, :, None], out=work_GRHC)
-        return work_RC
-
-
-def _at_least(memory: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    numel = shape[0] * shape[1]
-    return memory if memory.numel() >= numel else memory.new_empty(numel)
-
-
-def _first(memory: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    return memory[: shape[0] * shape[1]].view(shape)
 
 
 def _write_codes(

@@ -46,11 +46,13 @@ def amax(
     given = tuple(range(tensor.ndim)) if dim is None else dim
     dims = (given,) if isinstance(given, int) else tuple(given)
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    magnitudes = tensor.detach().abs() if tensor.dtype.itemsize > 1 else tensor.detach().float()
+    numbers = tensor.detach() if tensor.dtype.itemsize > 1 else tensor.detach().float()
     if tensor.numel() == 0:
         # A sum has a value where there is nothing to compare.
-        return magnitudes.sum(dims, keepdim).to(wide)
-    return magnitudes.abs().amax(dims, keepdim).to(wide)
+        return numbers.sum(dims, keepdim).to(wide)
+    # Two passes that hold nothing, instead of one that holds all magnitudes.
+    largest, smallest = numbers.amax(dims, keepdim), numbers.amin(dims, keepdim)
+    return torch.maximum(largest.abs(), smallest.abs()).to(wide)
 
 
 def scale_from_amax(
