@@ -19,6 +19,7 @@ from trainwright.precision.formats.number_format import (
     NumberFormat,
     Specials,
 )
+from trainwright.precision.formats.nvfp4 import quantize_nvfp4
 from trainwright.precision.formats.quantization import (
     encode_scaled,
     quantize_blockwise,
@@ -66,6 +67,7 @@ __all__ = [
     "nearest_even",
     "quantize_blockwise",
     "quantize_mx",
+    "quantize_nvfp4",
     "scale_from_amax",
     "toward_zero",
 ]

@@ -10,7 +10,7 @@ import torch
 
 from trainwright.precision.errors import PrecisionError
 
-from .named import E8M0, FP32
+from .named import FP32
 from .number_format import NumberFormat
 
 
@@ -36,7 +36,8 @@ class BlockQuantized:
             a block held something that is not finite.
         format: of the codes.
         block: rows and columns that share a scale; of a tensor with one dim, the rows count 1.
-        scale_format: `FP32` where the scales are numbers, `E8M0` where they are codes.
+        scale_format: `FP32` where the scales are numbers, else the format of their codes.
+        tensor_scale: what all scales are multiplied by besides, one number; None: nothing.
     """
 
     codes: torch.Tensor
@@ -44,18 +45,20 @@ class BlockQuantized:
     format: NumberFormat
     block: tuple[int, int] = attrs.field(converter=as_block)
     scale_format: NumberFormat = FP32
+    tensor_scale: torch.Tensor | None = None
 
     @property
     def bits_per_element(self) -> float:
-        """Bits of a code and of its part of a whole block's scale."""
+        """Bits of a code and of its part of a whole block's scale, without `tensor_scale`."""
         scale_bits = 8 * self.scales.dtype.itemsize
         return self.format.bits + scale_bits / math.prod(self.block)
 
     def scale_values(self) -> torch.Tensor:
         """Return the scales as numbers, float32 or float64."""
-        if self.scale_format is E8M0:
-            return E8M0.decode(self.scales)
-        return self.scales
+        scales = self.scales
+        if self.scale_format is not FP32:
+            scales = self.scale_format.decode(scales)
+        return scales if self.tensor_scale is None else scales * self.tensor_scale
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return code points times scales; a block whose scale is NaN is NaN throughout.
