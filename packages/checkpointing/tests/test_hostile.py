@@ -6,6 +6,7 @@ import os
 import pickle
 import struct
 import tracemalloc
+import zipfile
 from pathlib import Path
 
 import attrs
@@ -100,11 +101,8 @@ def test_an_object_with_a_call_in_it_is_refused_when_it_is_read(tmp_path):
 
 
 HUGE = struct.pack("<Q", 2**62)
-DOUBLING = (
-    b"\x80\x04)"
-    + b"\x94h\x00h\x00\x86"
-    + b"".join(b"\x94" + b"h" + bytes([n]) * 1 + b"h" + bytes([n]) + b"\x86" for n in range(1, 200))
-)
+# Pairs of pairs of pairs …: nothing as memory, 2**200 leaves to whoever walks over it.
+DOUBLING = b"\x80\x04)" + b"".join(b"\x940h%ch%c\x86" % (n, n) for n in range(200))
 
 
 @pytest.mark.parametrize(
@@ -349,6 +347,71 @@ def test_no_flipped_bit_or_cut_of_a_piece_gives_other_elements_or_an_error_of_an
     assert refused > len(whole) // 4
 
 
+def zipped(data_pkl, compress=zipfile.ZIP_STORED, **records):
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", compress) as archive:
+        archive.writestr("archive/data.pkl", data_pkl)
+        for name, data in records.items():
+            archive.writestr(f"archive/data/{name}", data)
+    return stream.getvalue()
+
+
+def saved_tensor(numel, offset=0, shape=(), stride=(), key="x"):
+    """Return the instructions that make a tensor of a storage, as torch.save writes them."""
+    whole = [offset, *shape, *stride]
+    numbers = [b"\x8a\x09" + n.to_bytes(9, "little", signed=True) for n in whole]
+    sizes = b"(" + b"".join(numbers[1 : 1 + len(shape)]) + b"t"
+    strides = b"(" + b"".join(numbers[1 + len(shape) :]) + b"t"
+    text = b"".join(b"X" + struct.pack("<I", len(t)) + t for t in (key.encode(), b"cpu"))
+    count = b"\x8a\x09" + numel.to_bytes(9, "little", signed=True)
+    storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\n" + text + count + b"tQ"
+    made = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + numbers[0] + sizes + strides
+    return made + b"\x89ccollections\nOrderedDict\n)RtR"
+
+
+FOUR = bytes(16)  # a storage of four elements
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        zipped(DOUBLING + b"."),
+        zipped(b"\x80\x04]\x94h\x00a."),
+        zipped(b"\x80\x04" + b"]" * 999 + b"a" * 998 + b"."),
+        zipped(b"\x80\x02" + b"N" * 10**6 + b".", zipfile.ZIP_DEFLATED),
+        zipped(b"\x80\x02" + saved_tensor(4, 0, (4,), (1,)) + b"."),  # no such storage
+        zipped(b"\x80\x02" + saved_tensor(4, 0, (4,), (1,)) + b".", x=FOUR[1:]),
+        zipped(b"\x80\x02" + saved_tensor(4, 1, (4,), (1,)) + b".", x=FOUR),
+        zipped(b"\x80\x02" + saved_tensor(4, -1, (1,), (1,)) + b".", x=FOUR),
+        zipped(b"\x80\x02" + saved_tensor(4, 0, (2,), (-1,)) + b".", x=FOUR),
+        zipped(b"\x80\x02" + saved_tensor(4, 0, (2,), (4,)) + b".", x=FOUR),
+        zipped(b"\x80\x02" + saved_tensor(4, 0, (2**40,), (0,)) + b".", x=FOUR),
+        zipped(b"\x80\x02" + saved_tensor(4, 0, (2**40, 2**40, 0), (1, 1, 1)) + b".", x=FOUR),
+        zipped(b"\x80\x02" + saved_tensor(2**60, 0, (2**60,), (1,)) + b".", x=FOUR),
+        zipped(b"\x80\x02" + saved_tensor(4, 0, (2,), ()) + b".", x=FOUR),
+        zipped(b"\x80\x02(" + saved_tensor(9999, 0, (9999,), (1,)) * 99 + b"t.", x=bytes(39996)),
+        zipped(b"\x80\x02(X\x01\0\0\0atQ."),
+        zipped(b"\x80\x02NQ."),
+        zipped(b"\x80\x02N.", x=FOUR)[:-22] + b"PK\5\6" + b"\xff" * 18,
+        zipped(b"\x80\x02N.").replace(b"archive/data.pkl", b"archive/other.zz"),
+        b"PK\5\6" + b"\0" * 18,
+    ],
+)
+def test_a_record_of_tricks_is_refused_quickly_and_in_little_memory(data):
+    tracemalloc.start()
+    try:
+        with pytest.raises((UntrustedError, DamagedCheckpointError)):
+            read_object(Archive(InMemory(data), 0, len(data), "x"))
+        assert tracemalloc.get_traced_memory()[1] < 200_000 + 300 * len(data)
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_tricks_are_near_to_what_is_read():
+    whole = zipped(b"\x80\x02" + saved_tensor(4, 1, (3,), (1,)) + b".", x=FOUR)
+    assert read_object(Archive(InMemory(whole), 0, len(whole), "x")).tolist() == [0, 0, 0]
+
+
 @attrs.frozen
 class InMemory:
     data: bytes
@@ -413,6 +476,7 @@ def entry(shape, begin, end, dtype="F32"):
         safetensors({"a": entry([1], -4, 0)}),
         safetensors({"a": entry([-1], 0, 4)}, b"\0" * 4),
         safetensors({"a": entry([2**40, 2**40], 0, 4)}, b"\0" * 4),
+        safetensors({"a": entry([2**40, 2**40, 0], 0, 0)}),
         safetensors({"a": entry([2**70], 0, 2**72)}),
         safetensors({"a": entry([1.0], 0, 4)}, b"\0" * 4),
         safetensors({"a": entry([True], 0, 4)}, b"\0" * 4),

@@ -122,6 +122,8 @@ class _Header:
             type(n) is int and 0 <= n < 2**62 for n in (*shape, *offsets)
         ):  # fmt: skip
             self.refuse(f"{show(name)} has shape {show(shape)}, offsets {show(offsets)}")
+        if math.prod(max(n, 1) for n in shape) > 2**62:  # also of a shape with a 0 in it
+            self.refuse(f"{show(name)} has too many elements")
         dtype = known.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
         if dtype is None:
             raise NotAvailableYetError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,8 @@ def _tensor(
         type(n) is int and 0 <= n < _MAX_ELEMENTS for n in numbers
     ):
         raise ValueError("a tensor of no sensible shape")
+    if math.prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:  # also of a shape with a 0 in it
+        raise ValueError("a tensor of too many elements")
     is_conj, is_neg = bool(extra.get("conj")), bool(extra.get("neg"))
     return SavedTensor(storage, dtype, offset, tuple(shape), tuple(stride), is_conj, is_neg)
 
