@@ -32,7 +32,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("before", "after"), PAIRS, ids=lambda c: c["layout"])
 def test_the_step_after_a_resume_in_another_layout_is_the_serial_step(
     before: dict[str, object], after: dict[str, object], dtype: str

@@ -82,9 +82,10 @@ def _assert_equal(found: Mapping[str, torch.Tensor], right: Mapping[str, torch.T
     dtype=st.sampled_from(["float32", "bfloat16", "float64"]),
     tied=st.booleans(),
     stop=st.integers(0, STEPS),
+    asynchronous=st.booleans(),
 )
 def test_a_run_stopped_after_any_step_in_any_layout_goes_on_bit_for_bit(
-    shared: dict[str, Any], dtype: str, tied: bool, stop: int
+    shared: dict[str, Any], dtype: str, tied: bool, stop: int, asynchronous: bool
 ) -> None:
     config = _config(dtype=dtype, **shared)
     shape = attrs.evolve(SHAPE, tied=tied)
@@ -97,8 +98,10 @@ def test_a_run_stopped_after_any_step_in_any_layout_goes_on_bit_for_bit(
         first = assemble(config, comm, CORPUS, shape)
         progress = first.start()
         made = _go_on(first, progress, stop)
-        _save(first, progress, files)
-        second = assemble(attrs.evolve(config), comm, CORPUS, shape)
+        with _store(first, files) as store:
+            save_state(store, first, progress, asynchronous=asynchronous)
+            _go_on(first, progress, min(stop + 1, STEPS))  # none of this may be saved
+        second = assemble(config, comm, CORPUS, shape)
         for piece in second.model.pieces.values():
             piece.parameter.detach().fill_(7.0)  # whatever a fresh process may hold
         restored = restore_state(_store(second, files), second)

@@ -222,7 +222,7 @@ def assert_same_outcome(folder: Path, right: Outcome) -> None:
     assert [name[:14] for name in sorted(left)] == [f"step-{n:08d}-" for n in (STEPS - 1, STEPS)]
 
 
-@pytest.mark.parametrize("case", ["dp=2 sync 1", "tp=2,pp=2 sync 2"])
+@pytest.mark.parametrize("case", ["dp=2 async 1", "tp=2,pp=2 sync 2"])
 def test_a_run_killed_at_any_moment_ends_as_one_that_was_never_stopped(
     zygote: Zygote, never_stopped: dict[str, Any], book: Path, tmp_path: Path, case: str
 ) -> None:
@@ -251,8 +251,8 @@ def test_ranks_of_which_one_is_killed_while_saving_end_as_if_it_had_not_been(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("saving", ["sync"])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("saving", ["sync", "async"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_runs_killed_at_many_moments_end_as_those_that_were_never_stopped(
     zygote: Zygote,

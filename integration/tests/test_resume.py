@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
 import os
 from pathlib import Path
 
 import pytest
 
-from trainwright.checkpointing import CheckpointingWarning, StateStore
+from trainwright.checkpointing import CheckpointingWarning, LocalFiles, StateStore
+from trainwright.checkpointing.testing.failing import FailingFiles
 from trainwright.collectives import Communicator, LocalWorld
+from trainwright.integration import worker
 from trainwright.integration.cli import main
 from trainwright.integration.data import read_corpus
 from trainwright.integration.errors import DataError
@@ -143,6 +147,28 @@ def test_the_last_checkpoints_and_every_nth_stay(tmp_path: Path, data: Path) -> 
     saving = ["--save-every", "1", "--keep", "2", "--keep-every", "3", "--steps", "8"]
     assert main(["train", *SMALL, *saving, "--data", str(data), "--out", str(folder)]) == 0
     assert StateStore(folder / "checkpoints").steps() == [3, 6, 7, 8]
+
+
+@pytest.mark.parametrize("saving", ["--async-save", "--no-async-save"])
+def test_a_save_that_fails_ends_the_run_with_the_checkpoint_before_it(
+    tmp_path: Path,
+    data: Path,
+    saving: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    files = FailingFiles(LocalFiles(), "rename", full, after=1)
+    monkeypatch.setattr(worker, "StateStore", functools.partial(StateStore, files=files))
+    folder = tmp_path / "full"
+    steps = ["--layout", "dp=2", "--steps", "4", "--save-every", "1", saving]
+
+    code = main(["train", *SMALL, *steps, "--data", str(data), "--out", str(folder)])
+
+    assert code == 1
+    assert "step 2 was not saved" in capsys.readouterr().err
+    assert StateStore(folder / "checkpoints").steps() == [1]
+    assert len(_rows(folder)) == (2 if saving == "--no-async-save" else 3)
 
 
 def test_ranks_that_read_different_data_all_say_so(tmp_path: Path) -> None:

@@ -260,6 +260,7 @@ def test_the_environment_of_torchrun_and_of_slurm_place_a_process() -> None:
         (["--keep-every", "-1"], "--keep-every must be positive"),
         (["--save-every", "10", "--keep-every", "20"], "no effect without --keep"),
         (["--keep", "1", "--keep-every", "20"], "no effect with --save-every 0"),
+        (["--async-save"], "--async-save has no effect with --save-every 0"),
         (
             ["--keep", "1", "--save-every", "10", "--keep-every", "25"],
             "must be a multiple of --save-every 10; 20 or 30 works",
@@ -283,6 +284,6 @@ def test_options_of_saving_that_make_no_sense_are_refused(
 
 def test_settings_written_before_an_option_was_known_take_its_default() -> None:
     values = attrs.asdict(RunConfig(save_every=10))
-    for name in ("keep", "keep_every"):
+    for name in ("keep", "keep_every", "async_save"):
         del values[name]
     assert RunConfig.from_mapping(values) == RunConfig(save_every=10)

@@ -102,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gather", help=f"when stage 3 gathers weights: {', '.join(GATHERS)} (default auto)")
     add("--reduce", help=f"when gradients are reduced: {', '.join(REDUCTIONS)} (default step)")
     add("--recompute", help="none, full or every-K layers (default none)")
+    add("--async-save", action=either, help="go on while a checkpoint is being written")
     add("--out", help="run folder (default runs/DATE-TIME)")
     add("--resume", metavar="DIR", help="continue the run in this folder")
     add("--allow-other-data", action="store_true", help="resume with data that has changed")

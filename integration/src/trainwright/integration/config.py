@@ -82,6 +82,7 @@ class RunConfig:
         save_every: steps between checkpoints; 0 saves at the end only.
         keep: checkpoints of the run that stay, the last ones; None for all.
         keep_every: steps whose checkpoints stay beside the last; None for no others.
+        async_save: whether steps go on while a checkpoint is being written.
         evaluate_sequences: held-out sequences that are evaluated.
         sample_bytes: bytes of text generated at the end.
 
@@ -116,6 +117,7 @@ class RunConfig:
     keep_every: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(_positive)
     )
+    async_save: bool = False
     evaluate_sequences: int = attrs.field(default=512, validator=_positive)
     sample_bytes: int = attrs.field(default=200, validator=_not_negative)
 
@@ -261,10 +263,9 @@ def _check_sharding(mesh: MeshShape, config: RunConfig) -> None:
 
 def _check_saving(config: RunConfig) -> None:
     every, kept = config.save_every, config.keep_every
-    if kept and not every:
-        raise ConfigError(
-            f"--keep-every {kept} has no effect with --save-every 0, which saves at the end"
-        )
+    if not every and (kept or config.async_save):
+        option = f"--keep-every {kept}" if kept else "--async-save"
+        raise ConfigError(f"{option} has no effect with --save-every 0, which saves at the end")
     if kept and config.keep is None:
         raise ConfigError(
             f"--keep-every {kept} has no effect without --keep: all checkpoints stay; "

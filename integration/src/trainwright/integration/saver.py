@@ -31,18 +31,23 @@ class Saver:
         """Save if the step is due.
 
         Raises:
-            CheckpointingError: the save failed; on every rank.
+            CheckpointingError: this save, or the one before it, failed; on every rank.
         """
         every = self.parts.config.save_every
         # A state whose step was skipped may be the broken one: the checkpoint before it stays.
         if every and record.step % every == 0 and record.verdict is Verdict.CONTINUE:
-            self._save()
+            self._save(asynchronous=self.parts.config.async_save)
 
     def finish(self) -> None:
-        """Save what the last step has left, unless that is done."""
-        if self.saved != self.progress.step:
-            self._save()
+        """Save what the last step has left, unless that is done; returns once it is safe.
 
-    def _save(self) -> None:
-        save_state(self.store, self.parts, self.progress)
+        Raises:
+            CheckpointingError: this save, or the one before it, failed; on every rank.
+        """
+        if self.saved != self.progress.step:
+            self._save(asynchronous=False)
+        self.store.close()
+
+    def _save(self, *, asynchronous: bool) -> None:
+        save_state(self.store, self.parts, self.progress, asynchronous=asynchronous)
         self.saved = self.progress.step

@@ -14,9 +14,22 @@ from trainwright.integration.parts import Parts, Progress
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_state(store: StateStore, parts: Parts, progress: Progress) -> None:
-    """Save weights, moments, data position, guard and counters as checkpoint ``progress.step``."""
-    store.save(progress.step, state_tree(parts, progress))
+def save_state(
+    store: StateStore, parts: Parts, progress: Progress, *, asynchronous: bool = False
+) -> None:
+    """Save weights, moments, data position, guard and counters as checkpoint ``progress.step``.
+
+    Args:
+        store: where to.
+        parts: whose state.
+        progress: how far the run has come.
+        asynchronous: whether to return as soon as the state may change again.
+
+    Raises:
+        CheckpointingError: the state was not saved, or that of the save before this one; on every
+            rank.
+    """
+    store.save(progress.step, state_tree(parts, progress), asynchronous=asynchronous)
 
 
 def restore_state(store: StateStore, parts: Parts) -> Progress | None:

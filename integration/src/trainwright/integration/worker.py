@@ -73,6 +73,8 @@ def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summa
         check_same_data(world, corpus)
         parts = assemble(config, world, corpus)
         saver = _open(folder, parts, resume)
+        # Left before the peers hear of an error: a save under way still needs them.
+        held.enter_context(saver.store)
         last = _train(saver, folder)
         saver.finish()
         return _finish(parts, saver.progress, folder, corpus, last)
