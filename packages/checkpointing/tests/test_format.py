@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainwright.checkpointing.state import Sharded, StateStore
+from trainwright.checkpointing.state import LocalFiles, Sharded, StateStore
+from trainwright.checkpointing.state.catalog import read_catalog
+from trainwright.checkpointing.state.index_reading import locate
+from trainwright.checkpointing.state.ranks import Ranks
 from trainwright.collectives import Box, LocalWorld, ShardSpec
 
 FIRST = Path(__file__).parent / "format_1"
@@ -61,6 +64,20 @@ def claim_is_whole(loaded):
     assert loaded["count"] == 7
     assert loaded["step"] == 12
     assert loaded["position"] == [2**70, 0.1, float("inf"), None, True, "\u00e9"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_of_both_formats_the_same_is_found_at_the_same_places(num_ranks):
+    paths = ("model/w", "model/f", "m", "count")
+
+    def find(comm, root):
+        (saved,) = read_catalog(LocalFiles(), root).complete
+        return locate(Ranks(comm), LocalFiles(), saved, dict.fromkeys(paths))
+
+    world = LocalWorld(num_ranks)
+    for first, second in zip(world.run(find, FIRST), world.run(find, SECOND), strict=True):
+        assert first == second
+        assert None not in first.values()
 
 
 def test_the_same_state_is_still_written_byte_for_byte(tmp_path):
