@@ -94,13 +94,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(num_ranks=st.integers(1, 3), data=st.data())
     def load(self, num_ranks, data):
         number = data.draw(st.sampled_from(self.saved))
-        if number in self.damaged:
-            try:
-                self._load(num_ranks, number)
-                raise AssertionError("a damaged checkpoint was loaded")
-            except DamagedCheckpointError:
-                return
-        assert self._load(num_ranks, number) == [number] * num_ranks
+        try:
+            assert self._load(num_ranks, number) == [number] * num_ranks
+        except DamagedCheckpointError:
+            assert number in self.damaged  # a header may be, of which a load has no use
 
     @precondition(lambda self: self.saved)
     @rule(data=st.data())

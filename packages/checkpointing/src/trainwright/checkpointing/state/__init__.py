@@ -16,6 +16,7 @@ from trainwright.checkpointing.protocol import Files, Reader, Writer
 from .asynchronous import Pending
 from .files import LocalFiles
 from .reading import Checkpoint, StoredPiece, TensorEntry, open_checkpoint
+from .reporting import LoadReport
 from .retention import Retention
 from .store import StateStore
 from .tree import Sharded
@@ -27,6 +28,7 @@ __all__ = [
     "DamagedCheckpointError",
     "Files",
     "LoadFailedError",
+    "LoadReport",
     "LocalFiles",
     "MismatchError",
     "NoCheckpointError",

@@ -12,13 +12,16 @@ import torch
 
 from trainwright.checkpointing.errors import DamagedCheckpointError, MismatchError
 from trainwright.checkpointing.protocol import Files
-from trainwright.collectives import ShardSpec
+from trainwright.collectives import ShardSpec, SingleCommunicator
 
 from .catalog import Saved, read_catalog
 from .files import LocalFiles
-from .header import TensorInfo
-from .loading import OpenFiles, Want, fill_all
+from .filling import DataFiles, fill
+from .index import Located
+from .index_reading import Index
 from .manifest import file_name
+from .matching import Want, find_hole
+from .ranks import Ranks
 from .tree import TensorLeaf
 
 
@@ -39,12 +42,14 @@ class TensorEntry:
         dtype: The dtype.
         shape: The shape of the whole tensor.
         pieces: Which file holds what; together each element once.
+        alias_of: The name under which it is stored, if that is not its own: they were tied.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
+    alias_of: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -65,7 +70,8 @@ class Checkpoint:
 
     def __init__(self, files: Files, saved: Saved) -> None:
         self._saved = saved
-        self._files = OpenFiles(files, saved.folder, saved.manifest)
+        self._files = files
+        self._data = DataFiles(files, saved.folder)
         self._plain: dict[str, Any] | None = None
         self._tensors: _Entries | None = None
 
@@ -106,7 +112,7 @@ class Checkpoint:
         """What is said of each tensor, by path and in the order of the paths.
 
         Raises:
-            OSError: A file cannot be read.
+            LoadFailedError: A file cannot be read.
             DamagedCheckpointError: A file is not what was written.
         """
         return self._entries()
@@ -128,31 +134,32 @@ class Checkpoint:
             OSError: A file cannot be read.
             DamagedCheckpointError: A file is not what was written.
         """
-        entry = self.tensors.get(name)
-        if entry is None:
+        located = self._entries().find(name)
+        if located is None:
             raise MismatchError(f"{self.folder.name} holds no tensor {name!r}")
-        part = ShardSpec.full(name, entry.shape) if spec is None else spec
-        if part.global_shape != entry.shape:
+        part = ShardSpec.full(name, located.global_shape) if spec is None else spec
+        if part.global_shape != located.global_shape:
             raise MismatchError(
-                f"{name}: expected a spec of the shape {entry.shape}, found {part.global_shape}"
+                f"{name}: expected a spec of the shape {located.global_shape}, "
+                f"found {part.global_shape}"
             )
-        tensor = torch.empty(part.local_shape, dtype=entry.dtype)
-        want = Want(TensorLeaf(name, tensor, part, everywhere=False))
-        for number, info in self._entries().found(name):
-            want.add(number, info)
-        hole = want.check_holes()
+        tensor = torch.empty(part.local_shape, dtype=located.dtype)
+        leaf = TensorLeaf(name, tensor, part, everywhere=False)
+        hole = find_hole(leaf, located)
         if hole is not None:
             raise DamagedCheckpointError(f"{self.folder} is damaged: {name}: {hole}")
-        fill_all(self._files, [want])
+        fill(self._data, Want(leaf, located))
         return tensor
 
     def close(self) -> None:
         """Close the files; a later `read` opens them again."""
-        self._files.__exit__()
+        self._data.close()
 
     def _entries(self) -> _Entries:
         if self._tensors is None:
-            self._tensors = _Entries(self._files)
+            index = Index(Ranks(SingleCommunicator()), self._files, self._saved)
+            located = index.locate(dict.fromkeys(index.names))
+            self._tensors = _Entries(located, self._saved.manifest.aliases)
         return self._tensors
 
 
@@ -177,23 +184,24 @@ def open_checkpoint(
 
 
 class _Entries(Mapping[str, TensorEntry]):
-    def __init__(self, files: OpenFiles) -> None:
-        self._infos: dict[str, list[tuple[int, TensorInfo]]] = {}
-        for number, file in files.nearest_first(0):
-            for name, info in file.tensors.items():
-                self._infos.setdefault(name, []).append((number, info))
+    def __init__(self, located: Mapping[str, Located | None], aliases: Mapping[str, str]) -> None:
+        self._located = located
+        self._aliases = {path: name for path, name in aliases.items() if name in located}
+        self._names = sorted({*located, *self._aliases})
 
-    def found(self, name: str) -> list[tuple[int, TensorInfo]]:
-        return self._infos[name]
+    def find(self, name: str) -> Located | None:
+        return self._located.get(self._aliases.get(name, name))
 
     def __getitem__(self, name: str) -> TensorEntry:
-        infos = self._infos[name]
-        first = infos[0][1]
-        pieces = (StoredPiece(file_name(number), info.spec) for number, info in infos)
-        return TensorEntry(name, first.dtype, first.spec.global_shape, tuple(pieces))
+        located = self.find(name)
+        if located is None:
+            raise KeyError(name)
+        pieces = tuple(StoredPiece(file_name(x.file.number), x.spec) for x in located.pieces)
+        alias_of = self._aliases.get(name)
+        return TensorEntry(name, located.dtype, located.global_shape, pieces, alias_of)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._infos))
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._infos)
+        return len(self._names)

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
-from trainwright.checkpointing.errors import (
-    LoadFailedError,
-    MismatchError,
-    NotAvailableYetError,
-    TreeError,
-)
+from trainwright.checkpointing.errors import TreeError
 from trainwright.checkpointing.protocol import Files
 from trainwright.collectives import Communicator, SingleCommunicator
 
 from .asynchronous import Pending
-from .catalog import Saved, read_catalog
+from .catalog import read_catalog
 from .files import LocalFiles
 from .index_reading import check_complete
-from .ledger import find_unwanted, raise_problems
-from .loading import OpenFiles, Want, compare_plain, fill_all, find_tensors
+from .loading import OpenFiles
 from .manifest import is_run_name
-from .opening import find_damage, find_newest, open_newest
-from .ranks import Ranks, attempt
+from .opening import find_damage, find_newest
+from .ranks import Ranks
+from .reporting import LoadReport
+from .restoring import LoadRequest, load_tree
 from .retention import Retention
 from .saver import Saver
 from .saving import Place
-from .tree import Leaves, Tree, check_axes, put_plain, take_leaves
-
-T = TypeVar("T")
+from .tree import Tree
 
 
 class StateStore:
@@ -159,42 +153,72 @@ class StateStore:
         """
         self._saver.close()
 
-    def load(self, tree: Tree, step: int | None = None, *, partial: bool = False) -> dict[str, Any]:
+    def load(
+        self, tree: Tree, step: int | None = None, *, convert: Collection[str] = ()
+    ) -> dict[str, Any]:
         """Fill the tensors of ``tree`` in place and return it with the saved plain values.
 
         Every rank calls it with its own tree, cut in any way. Only the blocks of files that hold
         elements of this rank's parts are read, and each is verified. Everything is compared before
-        the first tensor is written; an error while reading the data leaves tensors half-filled.
+        the first tensor is written; an error while reading the data leaves tensors half-filled, and
+        says which. Tied tensors come back under any of their names; where only the target ties
+        them, the checkpoint must have equal values.
 
         Args:
             tree: What to fill; the plain values in it only say which are expected.
-            step: Which one; None: the newest complete one.
-            partial: Not available yet.
+            step: Which one; None: the newest complete one. A save under way is waited for.
+            convert: Paths whose stored dtype may be another one, real for real or complex for
+                complex. A path also stands for all below it, and may have ``*`` and ``?``.
 
         Returns:
             A new tree with the same tensors.
 
         Raises:
             NoCheckpointError: There is no such complete checkpoint.
-            MismatchError: Paths are missing, left over, or of another shape or dtype; all are
-                listed with what was expected and found.
+            MismatchError: Paths are missing, left over, or of another shape or dtype; they are
+                listed with what was expected and found, the same on every rank.
             DamagedCheckpointError: A file is not what was written.
             LoadFailedError: A rank could not read.
-            TreeError: The tree is not one that could have been saved.
+            TreeError: The tree is not one that could have been saved, or the ranks ask for
+                different things.
 
-        Communicates: about ten collectives of a few bytes, all-to-alls of 40 bytes a name.
+        Communicates: about fifteen collectives of a few bytes; all-to-alls of path and part of what
+        this rank holds and of where that lies, and of 40 bytes a name.
         """
-        self._saver.settle()
-        leaves = self._agreed(lambda: self._take_target(tree, partial))
-        place = self._place
-        saved = open_newest(self._ranks, place.files, place.root, self._saver.run, step).saved
-        plain = self._agreed(lambda: saved.manifest.decode_plain(saved.folder))
-        files = OpenFiles(self._place.files, saved.folder, saved.manifest)
-        with files:
-            wants = self._match(files, saved, leaves)
-            self._agreed(lambda: fill_all(files, wants))
-        self._saver.run = saved.manifest.run
-        return put_plain(tree, plain)
+        return self._load(tree, lambda: LoadRequest.of(step, False, (), convert)).tree
+
+    def load_partial(
+        self,
+        tree: Tree,
+        step: int | None = None,
+        *,
+        skip: Collection[str] = (),
+        convert: Collection[str] = (),
+    ) -> LoadReport:
+        """Fill what the checkpoint has of ``tree``, leave the rest as it is, and report on both.
+
+        As `load`, but paths may be missing or left over: tensors that the checkpoint does not have
+        stay as they are, plain values keep those of ``tree``, also single keys of dictionaries in
+        lists, as of an optimizer's groups. Another shape, dtype or kind is an error still.
+
+        Args:
+            tree: What to fill, with the plain values for what is missing.
+            step: Which one; None: the newest complete one.
+            skip: Paths of ``tree`` that are left as they are, whatever the checkpoint has; written
+                as those of ``convert``.
+            convert: As for `load`.
+
+        Returns:
+            The tree, what was missing, unexpected, skipped and converted. ``str`` of it is for
+            people.
+
+        Raises:
+            MismatchError: What the checkpoint has does not fit, or it has nothing of ``tree``. For
+                the other errors see `load`.
+
+        Communicates: as `load`, and the names that are reported.
+        """
+        return self._load(tree, lambda: LoadRequest.of(step, True, skip, convert))
 
     def latest(self) -> int | None:
         """Return the step of the newest complete checkpoint, or None; asks no other rank."""
@@ -245,35 +269,8 @@ class StateStore:
             for _, file in files.nearest_first(0):
                 file.verify()
 
-    def _agreed(self, work: Callable[[], T]) -> T:
-        result, error = attempt(work)
-        self._ranks.agree(error, f"{self._place.root} was not loaded", LoadFailedError)
-        return result  # type: ignore[return-value]  # without an error there is a result
-
-    def _take_target(self, tree: Tree, partial: bool) -> Leaves:
-        if partial:
-            raise NotAvailableYetError("partial loads are not available yet")
-        leaves = take_leaves(tree)
-        check_axes(leaves, self._place.coordinates, self._ranks.comm.size)
-        return leaves
-
-    def _match(self, files: OpenFiles, saved: Saved, leaves: Leaves) -> list[Want]:
-        """Find every wanted tensor; agree with the other ranks that nothing is missing or extra."""
-        rank, size = self._ranks.comm.rank, self._ranks.comm.size
-
-        def look() -> tuple[list[Want], list[str], set[str]]:
-            wants, problems = find_tensors(files, leaves, rank)
-            names: set[str] = set()
-            for number in range(rank, len(files), size):
-                file = files.get(number)
-                names.update(file.tensors if file is not None else ())
-            return wants, problems + compare_plain(leaves.plain, saved.manifest), names
-
-        wants, problems, names = self._agreed(look)
-        problems = problems + [
-            f"{name}: expected nothing of that path, found a tensor in the checkpoint"
-            for name in find_unwanted(self._ranks, leaves.tensors, names)
-        ]
-        doing = f"{saved.folder.name} is not what the target expects"
-        self._agreed(lambda: raise_problems(problems, doing, MismatchError))
-        return wants
+    def _load(self, tree: Tree, ask: Callable[[], LoadRequest]) -> LoadReport:
+        self._saver.settle()
+        report = load_tree(self._ranks, self._place, self._saver.run, tree, ask)
+        self._saver.run = report.run
+        return report

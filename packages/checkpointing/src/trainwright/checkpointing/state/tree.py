@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -96,6 +96,14 @@ class Leaves:
 
     tensors: dict[str, TensorLeaf]
     plain: dict[str, Any]
+
+    def without(self, paths: Collection[str]) -> Leaves:
+        """Return those of other paths."""
+        left_out = frozenset(paths)
+        return Leaves(
+            {path: leaf for path, leaf in self.tensors.items() if path not in left_out},
+            {path: value for path, value in self.plain.items() if path not in left_out},
+        )
 
 
 def take_leaves(tree: Tree, *, to_fill: bool = False) -> Leaves:

@@ -1,0 +1,209 @@
+"""One load: find who holds what, compare it all on all ranks, and only then write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import attrs
+
+from trainwright.checkpointing.errors import LoadFailedError, MismatchError, TreeError
+from trainwright.collectives import ShardSpec
+
+from .filling import DataFiles, fill_all
+from .ledger import find_unwanted
+from .matching import Match, is_named, match_leaves
+from .opening import Opened, open_newest
+from .planning import Place
+from .ranks import Ranks
+from .reporting import MAX_REPORTED, LoadReport, gather_lines
+from .tree import Leaves, Tree, check_axes, put_plain, take_leaves
+
+T = TypeVar("T")
+_MAX_PROBLEMS = 20
+
+
+@attrs.frozen
+class LoadRequest:
+    """What is asked of a load; the same on every rank.
+
+    Args:
+        step: Which checkpoint; None: the newest.
+        is_partial: Whether the target may have more than the checkpoint, and the other way round.
+        skip: Patterns of paths of the target that are left as they are.
+        convert: Patterns of paths of the target whose stored dtype may differ.
+    """
+
+    step: int | None
+    is_partial: bool
+    skip: tuple[str, ...]
+    convert: tuple[str, ...]
+
+    @classmethod
+    def of(cls, step: Any, is_partial: bool, skip: Any, convert: Any) -> LoadRequest:
+        """Return the request.
+
+        Raises:
+            TreeError: It is not made of a step and collections of strings.
+        """
+        if step is not None and (type(step) is not int or step < 0):
+            raise TreeError(f"step must be an integer from 0, or None, got {step!r}")
+        for name, paths in (("skip", skip), ("convert", convert)):
+            if isinstance(paths, str) or not all(type(path) is str and path for path in paths):
+                raise TreeError(f"{name} must be a collection of paths, got {paths!r}")
+        return cls(step, is_partial, tuple(skip), tuple(convert))
+
+
+def load_tree(
+    ranks: Ranks, place: Place, run: str | None, tree: Tree, ask: Callable[[], LoadRequest]
+) -> LoadReport:
+    """Fill the tensors of ``tree`` from a checkpoint; see `StateStore.load`.
+
+    Args:
+        ranks: The ranks; each calls it with its own tree.
+        place: Where the checkpoints are.
+        run: Of which run; None: of any.
+        tree: What to fill.
+        ask: Returns what is asked for, or raises.
+    """
+    return _Load(ranks, place).load(run, tree, ask)
+
+
+class _Load:
+    def __init__(self, ranks: Ranks, place: Place) -> None:
+        self._ranks = ranks
+        self._place = place
+
+    def load(self, run: str | None, tree: Tree, ask: Callable[[], LoadRequest]) -> LoadReport:
+        request, leaves = self._agreed(lambda: (ask(), self._take_target(tree)))
+        self._compare_requests(request, leaves)
+        files, root = self._place.files, self._place.root
+        opened = open_newest(self._ranks, files, root, run, request.step)
+        match, unexpected = self._match(opened, leaves, request)
+        report = self._report(opened, request, match, unexpected)
+        with DataFiles(files, opened.saved.folder) as data:
+            self._agreed(lambda: fill_all(data, match.wants))
+        return attrs.evolve(report, tree=put_plain(tree, match.plain))
+
+    def _agreed(self, work: Callable[[], T]) -> T:
+        return self._ranks.agreed(work, f"{self._place.root} was not loaded", LoadFailedError)
+
+    def _take_target(self, tree: Tree) -> Leaves:
+        leaves = take_leaves(tree, to_fill=True)
+        check_axes(leaves, self._place.coordinates, self._ranks.comm.size)
+        return leaves
+
+    def _compare_requests(self, request: LoadRequest, leaves: Leaves) -> None:
+        """Raise unless all ranks ask for the same, and for nothing that no rank has."""
+        mine = json.dumps(attrs.astuple(request))
+        first = self._ranks.broadcast(mine.encode("ascii")).decode("ascii")
+
+        def compare() -> None:
+            if first != mine:
+                raise TreeError(
+                    f"it asks for (step, partial, skip, convert) = {mine}, rank 0 for {first}"
+                )
+
+        self._agreed(compare)
+        paths = (*leaves.tensors, *leaves.plain)
+        for name, patterns in (("skip", request.skip), ("convert", request.convert)):
+            for pattern in patterns:
+                if self._ranks.total(sum(is_named(path, (pattern,)) for path in paths)) == 0:
+                    raise TreeError(
+                        f"{self._place.root} was not loaded: {name} has {pattern!r}, but no path "
+                        "of the target is that, below that, or matches it"
+                    )
+
+    def _match(
+        self, opened: Opened, leaves: Leaves, request: LoadRequest
+    ) -> tuple[Match, list[str]]:
+        """Return what was found for this rank, and the names it knows that no rank has."""
+        manifest = opened.saved.manifest
+        plain = self._agreed(lambda: manifest.decode_plain(opened.saved.folder))
+        stored = manifest.aliases
+        paths = (*leaves.tensors, *leaves.plain)
+        skipped = [path for path in paths if is_named(path, request.skip)]
+        wanted = leaves.without(skipped)
+        located = opened.index.locate(_questions(wanted, stored))
+        match = self._agreed(
+            lambda: match_leaves(
+                wanted, located, stored, plain, request.convert, request.is_partial
+            )
+        )
+        match.skipped[:] = skipped
+        match.unexpected_plain[:] = [
+            path for path in plain if path not in {*leaves.plain, *leaves.tensors}
+        ]
+        names = {stored.get(path, path) for path in paths}
+        return match, find_unwanted(self._ranks, names, opened.index.names)
+
+    def _report(
+        self, opened: Opened, request: LoadRequest, match: Match, unexpected: Sequence[str]
+    ) -> LoadReport:
+        """Raise on all ranks alike where the checkpoint does not fit; else say what it lacks."""
+        manifest = opened.saved.manifest
+        doing = f"{opened.saved.folder.name} is not what the target expects"
+        problems = list(match.problems)
+        if not request.is_partial:
+            problems += [f"{path}: {_MISSING_TENSOR}" for path in match.missing]
+            problems += [f"{path}: {_MISSING_PLAIN}" for path in match.missing_plain]
+            problems += [f"{path}: {_EXTRA_TENSOR}" for path in unexpected]
+            problems += [f"{path}: {_EXTRA_PLAIN}" for path in match.unexpected_plain]
+        self._raise(doing, problems)
+        here = [*match.missing, *match.missing_plain, *match.missing_keys]
+        there = [*unexpected, *match.unexpected_plain, *match.unexpected_keys]
+        missing: tuple[list[str], int] = ([], 0)
+        extra: tuple[list[str], int] = ([], 0)
+        if request.is_partial:
+            missing = gather_lines(self._ranks, here, MAX_REPORTED)
+            extra = gather_lines(self._ranks, there, MAX_REPORTED)
+            self._refuse_nothing(doing, match, missing[0], extra[0])
+        return LoadReport(
+            {},
+            manifest.run,
+            manifest.step,
+            tuple(missing[0]),
+            missing[1],
+            tuple(here),
+            tuple(extra[0]),
+            extra[1],
+            tuple(match.skipped),
+            tuple(match.converted),
+        )
+
+    def _refuse_nothing(
+        self, doing: str, match: Match, missing: Sequence[str], extra: Sequence[str]
+    ) -> None:
+        """Raise where no path of the target is in the checkpoint, which no one can have meant."""
+        found = self._ranks.total(len(match.wants) + match.num_plain_found)
+        if found == 0 and missing:
+            raise MismatchError(
+                f"{self._place.root} was not loaded: {doing}: none of its paths is there; expected "
+                f"{', '.join(missing[:3])}, found {', '.join(extra[:3]) or 'nothing at all'}"
+            )
+
+    def _raise(self, doing: str, problems: Sequence[str]) -> None:
+        lines, count = gather_lines(self._ranks, problems, _MAX_PROBLEMS)
+        if not lines:
+            return
+        if count > len(lines):
+            lines.append(f"and {count - len(lines)} more")
+        raise MismatchError("\n  ".join([f"{self._place.root} was not loaded: {doing}:", *lines]))
+
+
+_MISSING_TENSOR = "expected a tensor, found nothing of that path"
+_MISSING_PLAIN = "expected a plain value, found nothing of that path"
+_EXTRA_TENSOR = "expected nothing of that path, found a tensor in the checkpoint"
+_EXTRA_PLAIN = "expected nothing of that path, found a plain value in the checkpoint"
+
+
+def _questions(leaves: Leaves, aliases: Mapping[str, str]) -> dict[str, ShardSpec | None]:
+    """Return by stored name which part of it this rank wants; None: parts of several shapes."""
+    questions: dict[str, ShardSpec | None] = {}
+    for path, leaf in leaves.tensors.items():
+        name = aliases.get(path, path)
+        spec = leaf.spec if questions.get(name, leaf.spec) == leaf.spec else None
+        questions[name] = spec
+    # A plain value must not be a tensor there; which part would be one of no elements.
+    return {**{aliases.get(path, path): None for path in leaves.plain}, **questions}
