@@ -77,13 +77,14 @@ _OPERATION_OF_KIND = {
     Kind.RELEASE: Operation.RELEASE,
 }
 _COMPUTATIONS = (Kind.F, Kind.B, Kind.I, Kind.W)
+_ANSWERING = (Kind.F, Kind.B, Kind.I)
 _COMPLETING = (Kind.B, Kind.W)
 _BACKWARDS = (Kind.B, Kind.I)
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _MESSAGES = (Kind.SEND_F, Kind.SEND_B, *_RECEIVES)
 _STAYS = (Kind.GATHER, Kind.RELEASE)
 _AHEAD = 2
-"""Computations ahead of which a receive is started.
+"""Computations, W aside, ahead of which a receive is started.
 
 Gloo sends once it knows of the receive: with one alone the sender is often first, and then its
 message waits for two threads to wake.
@@ -100,11 +101,11 @@ def compile_program(
     """Turn a lowered schedule's list for one rank into instructions.
 
     Receives are started earlier than the list says, so that transfers overlap with computation:
-    before the two computations that stand in front of them. Where ``receive_ahead`` is False, that
-    is one, and a receive never passes another message, so that transports that pair messages by
-    order alone see the proven order. Gathers are waited for by the first computation that needs
-    them. A forward of an overlapped pair is one like any other, and the backward below it comes
-    after.
+    before the two computations, W aside, that stand in front of them. Where ``receive_ahead`` is
+    False, that is one of any kind, and a receive never passes another message, so that transports
+    that pair messages by order alone see the proven order. Gathers are waited for by the first
+    computation that needs them. A forward of an overlapped pair is one like any other, and the
+    backward below it comes after.
     """
     listed = [_unpaired(action) for action in schedule.program(rank)]
     actions = _start_receives_early(listed, receive_ahead)
@@ -199,14 +200,14 @@ def _instruction(operation: Operation, stage: int, microbatch: int) -> Instructi
 
 def _start_receives_early(actions: Sequence[Action], receive_ahead: bool) -> list[Action]:
     early: list[Action] = []
-    ahead = _AHEAD if receive_ahead else 1
+    ahead, counted = (_AHEAD, _ANSWERING) if receive_ahead else (1, _COMPUTATIONS)
     places: list[int] = []  # where the latest computations stand in ``early``
     for action in actions:
-        if action.kind in _COMPUTATIONS:
-            places = [*places, len(early)][-ahead:]
+        place = len(early)
+        if action.kind in counted:
+            places = [*places, place][-ahead:]
             early.append(action)
             continue
-        place = len(early)
         if action.kind in _RECEIVES:
             place = _earliest(action, early, places, receive_ahead)
         early.insert(place, action)
