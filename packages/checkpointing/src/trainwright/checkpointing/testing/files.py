@@ -87,6 +87,12 @@ class CrashingFiles:
         del file.data[length:]
         file.synced = bytes(file.data)
 
+    def delete(self, path: Path) -> None:
+        """Lose a file as a careless hand would."""
+        folder = self._folder(path.parent)
+        folder.change(path.name, None, self._file(path))
+        folder.sync()
+
     def make_folder(self, folder: Path) -> None:
         """See `Files.make_folder`."""
         with self._operation():
