@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from trainwright.checkpointing.protocol import Files, Reader
 
 from .index import DataFile, Piece
 
-Runs = Sequence[tuple[slice, slice]]
+Runs = Iterable[tuple[slice, slice]]
 
 
 class PieceFile:
