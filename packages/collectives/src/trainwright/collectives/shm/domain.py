@@ -18,27 +18,24 @@ from typing import TYPE_CHECKING
 from trainwright.collectives.arithmetic import Combiner
 from trainwright.collectives.errors import CollectiveTimeoutError
 from trainwright.collectives.failures import Failure
+from trainwright.collectives.shm.bells import BELL, HELP_BELL, NUM_ASLEEP, help_when_asked, ring
 from trainwright.collectives.shm.meeting import Peer
 from trainwright.collectives.shm.news import News
-from trainwright.collectives.shm.operation import Operation
+from trainwright.collectives.shm.operation import Underway
 from trainwright.collectives.shm.segment import Arena, Segment
 from trainwright.collectives.shm.system import Fence, Futex, orders_stores
 
 if TYPE_CHECKING:
     from trainwright.collectives.shm.table import Table
 
-# The places of 64-bit numbers at the start of every segment, on cache lines of their own.
-_BELL = 0
-_NUM_ASLEEP = 1
-_HELP_BELL = 16
 _ARENA_START = 1 << 14
 
 _SPIN_S = 50e-6
+# How often a rank that shares its core with others looks before it sleeps.
+_NUM_LOOKS = 2
 # How long a sleeper trusts that it will be woken, before it looks for the dead.
 _NAP_S = 0.002
 _LONG_NAP_S = 0.02
-_HELPER_NAP_S = 5.0
-_MASK = 0xFFFFFFFF
 
 Bells = list[tuple[memoryview, int]]
 
@@ -76,33 +73,37 @@ class Domain:
         # By the names of their groups.
         self.tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
         self._futex = Futex()
-        self._active: list[Operation] = []
+        self._active: list[Underway] = []
         # How often this rank has told the others something: its own progress.
         self._num_told = 0
         self._words = self.own.words
         self._bells = self.bells_of(range(len(segments)))
         self._may_spin = len(segments) <= len(os.sched_getaffinity(0))
-        weakref.finalize(self, _ring, self._futex, self.own.words, self.own.base, _HELP_BELL)
+        weakref.finalize(self, ring, self._futex, self.own.words, self.own.base, HELP_BELL)
         threading.Thread(
-            target=_help,
+            target=help_when_asked,
             args=(weakref.ref(self), self._futex, self.own),
             name=f"shared memory, rank {rank}",
             daemon=True,
         ).start()
 
-    def launch(self, operation: Operation) -> None:
+    def launch(self, operation: Underway) -> None:
         """Start an operation and go on with it as far as possible."""
         with self.lock:
             self.check()
             self.start_locked(operation)
 
-    def start_locked(self, operation: Operation) -> None:
+    def start_locked(self, operation: Underway) -> None:
         """Do the same for a caller that holds the lock and has found no failure."""
         self._advance_locked(operation)
         if not operation.is_over:
-            self._active.append(operation)
+            self.keep_locked(operation)
 
-    def wait(self, operation: Operation, timeout_s: float | None) -> None:
+    def keep_locked(self, operation: Underway) -> None:
+        """Go on with an operation whenever this rank waits; the caller holds the lock."""
+        self._active.append(operation)
+
+    def wait(self, operation: Underway, timeout_s: float | None) -> None:
         """Return once the operation is over.
 
         Raises:
@@ -113,7 +114,7 @@ class Domain:
         if not self._pursue(operation, time.monotonic() + timeout_s):
             self._give_up(operation)
 
-    def pursue(self, operation: Operation, within_s: float) -> bool:
+    def pursue(self, operation: Underway, within_s: float) -> bool:
         """Return whether the operation is over, or would raise, within some seconds."""
         try:
             return self._pursue(operation, time.monotonic() + within_s)
@@ -144,59 +145,92 @@ class Domain:
         """Wake the peers that sleep, all unless told which; the caller holds the lock."""
         self.progress()
         for words, base in self._bells if bells is None else bells:
-            if words[_NUM_ASLEEP]:
-                _ring(self._futex, words, base, _BELL)
+            if words[NUM_ASLEEP]:
+                ring(self._futex, words, base, BELL)
 
     def help(self) -> None:
         """Take part in all operations."""
         with self.lock:
             self._advance_others_locked(None)
 
-    def _pursue(self, operation: Operation, deadline: float) -> bool:
-        spin_until = 0.0
-        num_told = -1
-        nap_s = _NAP_S
-        while True:
+    def _pursue(self, operation: Underway, deadline: float) -> bool:
+        is_over: bool | None = None
+        while is_over is None:
+            if self._linger(operation, deadline):
+                return True
+            is_over = self._doze(operation, deadline)
+        return is_over
+
+    def _linger(self, operation: Underway, deadline: float) -> bool:
+        """Look a few times before sleep, which costs more; return whether the operation is over.
+
+        With a core for every rank that is for up to 50 us. Otherwise others get the core between
+        two looks: perhaps it is them for whom this rank waits.
+        """
+        num_told = self._num_told
+        looks_left = _NUM_LOOKS
+        now = time.monotonic()
+        stop = min(now + _SPIN_S, deadline)
+        while now < stop and looks_left:
+            if not self._may_spin:
+                os.sched_yield()
+                looks_left -= 1
             with self.lock:
                 if self._step_locked(operation):
                     return True
-            now = time.monotonic()
-            if self._may_spin and self._num_told != num_told:
+            if self._may_spin:
+                now = time.monotonic()
+            if self._num_told != num_told:
                 # The others answer soon to what they have just been told.
                 num_told = self._num_told
-                spin_until = now + _SPIN_S
-            if now < spin_until and now < deadline:
-                continue
-            self._hear(operation)
-            if now >= deadline:
-                return False
-            if self._nap(operation, min(nap_s, deadline - now)):
-                return True
-            if time.monotonic() - now >= nap_s:
-                # Nobody has rung: time to ask for help and to look for the dead.
-                self._miss(operation)
-                nap_s = _LONG_NAP_S
-
-    def _nap(self, operation: Operation, seconds: float) -> bool:
-        words = self._words
-        with self.lock:
-            words[_NUM_ASLEEP] += 1
-            self.fence()
-            bell = words[_BELL]
-            if self._step_locked(operation):
-                words[_NUM_ASLEEP] -= 1
-                return True
-        self._futex.wait(self.own.base, bell, seconds)
-        with self.lock:
-            words[_NUM_ASLEEP] -= 1
+                looks_left = _NUM_LOOKS
+                stop = min(time.monotonic() + _SPIN_S, deadline)
         return False
 
-    def _miss(self, operation: Operation) -> None:
+    def _doze(self, operation: Underway, deadline: float) -> bool | None:
+        """Sleep until rung for, go on as far as possible, and so on.
+
+        Returns:
+            Whether the operation was over before the deadline; None if it has gone on a step.
+        """
+        words = self._words
+        num_told = self._num_told
+        nap_s = _NAP_S
+        with self.lock:
+            words[NUM_ASLEEP] += 1
+            self.fence()
+        try:
+            while True:
+                with self.lock:
+                    # Who rings from here on is heard even before sleep begins.
+                    bell = words[BELL]
+                    if not self.is_ordered:
+                        self.fence()
+                    if self._step_locked(operation):
+                        return True
+                if self._num_told != num_told:
+                    return None
+                self._hear(operation)
+                now = time.monotonic()
+                if now >= deadline:
+                    return False
+                self._futex.wait(self.own.base, bell, min(nap_s, deadline - now))
+                if time.monotonic() - now >= nap_s:
+                    # Nobody has rung: time to ask for help and to look for the dead.
+                    self._miss(operation)
+                    nap_s = _LONG_NAP_S
+        finally:
+            with self.lock:
+                words[NUM_ASLEEP] -= 1
+
+    def _miss(self, operation: Underway) -> None:
         """Wake the helpers of those who could go on, and find out who cannot any more."""
         missing = operation.missing()
         for rank in missing:
             segment = self.segments[rank]
-            _ring(self._futex, segment.words, segment.base, _HELP_BELL)
+            # Whoever waits as well takes part already.
+            if not segment.words[NUM_ASLEEP]:
+                ring(self._futex, segment.words, segment.base, HELP_BELL)
         dead = self.news.dead()
         if not dead:
             return
@@ -209,7 +243,7 @@ class Domain:
             cause = f"its process has ended during {operation.what} in {operation.group_name!r}"
             self._publish(Failure(self.names[rank], cause))
 
-    def _hear(self, operation: Operation) -> None:
+    def _hear(self, operation: Underway) -> None:
         failure = self.news.hear()
         if failure is not None:
             error = failure.error()
@@ -217,7 +251,7 @@ class Domain:
             error.add_note(f"rank {me} was in {operation.what} of {operation.group_name!r}")
             raise error
 
-    def _give_up(self, operation: Operation) -> None:
+    def _give_up(self, operation: Underway) -> None:
         missing = ", ".join(f"rank {self.names[rank]}" for rank in operation.missing())
         me = self.names[self.rank]
         cause = (
@@ -234,17 +268,19 @@ class Domain:
     def _publish(self, failure: Failure) -> None:
         self.news.publish(failure)
         for words, base in self._bells:
-            _ring(self._futex, words, base, _BELL)
+            ring(self._futex, words, base, BELL)
 
-    def _step_locked(self, operation: Operation) -> bool:
+    def _step_locked(self, operation: Underway) -> bool:
         self._advance_locked(operation)
-        if not operation.is_over and self._advance_others_locked(operation):
+        if not operation.is_over:
+            if len(self._active) < 2 or not self._advance_others_locked(operation):
+                return False
             self._advance_locked(operation)
         if operation.is_over and operation in self._active:
             self._active.remove(operation)
         return operation.is_over
 
-    def _advance_others_locked(self, operation: Operation | None) -> bool:
+    def _advance_others_locked(self, operation: Underway | None) -> bool:
         """Return whether one of them has ended."""
         if len(self._active) < 2 and operation in self._active:
             return False
@@ -256,24 +292,7 @@ class Domain:
         self._active = left
         return has_ended
 
-    def _advance_locked(self, operation: Operation) -> None:
+    def _advance_locked(self, operation: Underway) -> None:
         error = operation.advance()
         if error is not None:
             self._publish(Failure(self.names[self.rank], f"{type(error).__name__}: {error}"))
-
-
-def _ring(futex: Futex, words: memoryview, base: int, place: int) -> None:
-    words[place] = (words[place] + 1) & _MASK
-    futex.wake(base + 8 * place)
-
-
-def _help(owner: weakref.ref[Domain], futex: Futex, own: Segment) -> None:
-    """Help whenever a peer asks for it, as long as the domain exists."""
-    while True:
-        bell = own.words[_HELP_BELL]
-        domain = owner()
-        if domain is None:
-            return
-        domain.help()
-        del domain
-        futex.wait(own.base + 8 * _HELP_BELL, bell, _HELPER_NAP_S)

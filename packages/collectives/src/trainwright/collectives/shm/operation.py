@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -14,6 +14,24 @@ if TYPE_CHECKING:
 
 # Yields where it has to wait for a peer.
 Steps = Generator[None, None, None]
+
+
+class Underway(Protocol):
+    """An operation that whoever waits for anything takes further.
+
+    ``what`` and ``group_name`` are for messages; ``error`` is what the operation has raised.
+    """
+
+    what: object
+    group_name: str
+    error: Exception | None
+    is_over: bool
+
+    def advance(self) -> Exception | None:
+        """Go on as far as possible; return an error that the peers cannot know of, if any."""
+
+    def missing(self) -> list[int]:
+        """Return the ranks, counted in the world, that it waits for."""
 
 
 class Operation:

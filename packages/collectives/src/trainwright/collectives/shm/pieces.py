@@ -119,7 +119,7 @@ def _combine_in_pieces(transit: Transit) -> Steps:
             yield from _collect(transit, place - 1)
     if is_gathered:
         yield from _collect(transit, transit.num - 1)
-        if not transit.is_direct:
+        if not transit.is_direct and not transit.is_answered_once:
             transit.group.release(transit.number)
 
 
@@ -146,22 +146,48 @@ def _collect(transit: Transit, place: int) -> Steps:
     rank = transit.group.rank
     for other in range(transit.group.size):
         start, stop = transit.piece(other, place)
-        if other != rank and start < stop and not transit.is_direct:
+        if other == rank or start == stop or transit.is_direct:
+            continue
+        if not transit.is_answered_once:
             answer = transit.slot(rank, other, place, stop - start)
-            transit.flat[start:stop].copy_(answer)
+        elif transit.directs[other]:
+            answer = transit.view(other, start, stop)
+        else:
+            answer = transit.slot(other, other, place, stop - start)
+        transit.flat[start:stop].copy_(answer)
 
 
 def _combine(transit: Transit, parts: list[torch.Tensor], first: int) -> None:
-    """Combine the parts of all ranks; an all-reduce answers each where its part was.
+    """Combine the parts of all ranks, and put the answer of an all-reduce where it is read.
 
-    Whoever has read a line of the cache last writes it next: then it need not be called back.
+    Of two ranks, each gets the other's answer where its part was: whoever has read a line of the
+    cache last writes it next, so that it need not be called back. More ranks read one answer in
+    the slot that nobody else writes; by the time that one is used again, all have collected it,
+    because they have shown a later piece.
     """
     call = transit.call
     assert call.op is not None
     assert call.reduce_dtype is not None
     assert call.output is not None
     own = parts[transit.group.rank]
-    outputs = [own, *(part for part in parts if part is not own)]
-    if call.kind is Kind.REDUCE_SCATTER:
+    if call.kind is Kind.ALL_REDUCE and transit.is_answered_once:
+        outputs = _places_of_answer(transit, parts, first)
+    elif call.kind is Kind.ALL_REDUCE:
+        outputs = [own, *(part for part in parts if part is not own)]
+    else:
         outputs = [call.output.view(-1)[first : first + own.numel()]]
     transit.group.domain.combiner.combine(outputs, parts, call.op, call.reduce_dtype)
+
+
+def _places_of_answer(
+    transit: Transit, parts: list[torch.Tensor], first: int
+) -> list[torch.Tensor]:
+    """Return where to write an answer that all ranks without shared tensors read in one place."""
+    rank = transit.group.rank
+    outputs = [parts[rank]]
+    if not transit.is_direct:
+        outputs.insert(0, transit.slot(rank, rank, first // transit.step, parts[rank].numel()))
+    outputs += [
+        part for other, part in enumerate(parts) if other != rank and transit.directs[other]
+    ]
+    return outputs

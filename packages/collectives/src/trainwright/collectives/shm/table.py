@@ -22,9 +22,11 @@ _SLOT_WORDS = 16
 NUM_ROOMS = 8
 ROOM_BYTES = 1 << 18
 _FLAG_BYTES = NUM_SLOTS * _SLOT_WORDS * 8
-TABLE_BYTES = _FLAG_BYTES + NUM_ROOMS * ROOM_BYTES
+# A room for what each rank contributes, and one for what it has computed for all.
+TABLE_BYTES = _FLAG_BYTES + 2 * NUM_ROOMS * ROOM_BYTES
 
-# Fields of a slot. STAGED, REDUCED and TAKEN count pieces of large tensors.
+# Fields of a slot. STAGED, REDUCED and TAKEN count pieces of large tensors; ANSWER is the number of
+# the collective plus one once this rank has computed for all.
 POSTED = 0
 _CODE = 1
 _SHAPE = 2
@@ -34,6 +36,7 @@ STAGED = 5
 REDUCED = 6
 TAKEN = 7
 FINISHED = 8
+ANSWER = 9
 
 _KINDS = tuple(Kind)
 _OPS = tuple(ReduceOp)
@@ -51,6 +54,8 @@ class Table:
         ranks: the group's ranks, counted in the domain.
         places: the index of each rank's table in the 64-bit numbers of its segment.
         name: the group, for messages.
+
+    ``places`` is what was given; ``bells`` wake the others of the group.
     """
 
     def __init__(
@@ -60,14 +65,17 @@ class Table:
         self._domain = domain
         self._rank = rank
         self._ranks = ranks
+        self.places = tuple(places)
         self._tables = [
             (domain.segments[member].words, place)
             for member, place in zip(ranks, places, strict=True)
         ]
         self._own, self._place = self._tables[rank]
         self._others = [entry for here, entry in enumerate(self._tables) if here != rank]
-        self._bells = domain.bells_of(ranks)
+        self.bells = domain.bells_of(ranks)
         self._is_ordered = domain.is_ordered
+        # All collectives below this number are over: no need to look again.
+        self._num_over = 0
         domain.tables[name] = self
 
     def is_free(self, number: int) -> bool:
@@ -78,8 +86,14 @@ class Table:
 
     def is_over(self, number: int) -> bool:
         """Whether all, this rank too, have finished a collective."""
-        is_finished = self.read(self._rank, FINISHED, number) > number
-        return is_finished and self.are_finished(number)
+        while self._num_over <= number:
+            first = self._num_over
+            if self.read(self._rank, FINISHED, first) <= first or not self.are_finished(first):
+                break
+            self._num_over += 1
+        if number < self._num_over:
+            return True
+        return self.read(self._rank, FINISHED, number) > number and self.are_finished(number)
 
     def post(self, number: int, code: tuple[int, int], offset: int, direct_pieces: int) -> None:
         """Show what this rank contributes; ``direct_pieces`` > 0: the tensor itself, whole."""
@@ -113,7 +127,7 @@ class Table:
         self.say(field, number, value)
         self._domain.progress()
         if self.have(field, number, value):
-            self._domain.ring(self._bells)
+            self._domain.ring(self.bells)
 
     def finish(self, number: int) -> None:
         """Say that this rank reads and writes nothing of the others any more."""
@@ -142,9 +156,15 @@ class Table:
         words, place = self._tables[rank]
         return int(words[place + (number % NUM_SLOTS) * _SLOT_WORDS + field])
 
-    def room(self, rank: int, number: int) -> int:
-        """Return where a rank's segment has one of its rooms, in bytes."""
-        return self._tables[rank][1] * 8 + _FLAG_BYTES + number * ROOM_BYTES
+    def find_answer(self, number: int) -> int | None:
+        """Return one of the others that has computed for all, if any has."""
+        shift = (number % NUM_SLOTS) * _SLOT_WORDS + ANSWER
+        for rank, (words, place) in enumerate(self._tables):
+            if words[place + shift] > number and rank != self._rank:
+                if not self._is_ordered:
+                    self._domain.fence()
+                return rank
+        return None
 
     def agree(self, number: int) -> bool:
         """Whether all ranks have posted the same operation, of the same shape."""
@@ -205,6 +225,11 @@ class Table:
         if not self._is_ordered:
             self._domain.fence()
         self._own[index] = value
+
+
+def room(place: int, number: int, is_answer: bool = False) -> int:
+    """Return where one of the rooms behind the table at ``place`` is in the segment, in bytes."""
+    return place * 8 + _FLAG_BYTES + (number + NUM_ROOMS * is_answer) * ROOM_BYTES
 
 
 def encode(call: Call) -> tuple[int, int]:

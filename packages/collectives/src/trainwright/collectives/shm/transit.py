@@ -55,6 +55,14 @@ class Transit:
         """Whether a rank's tensor is read."""
         return self.call.kind is not Kind.BROADCAST or rank == self.call.root
 
+    @property
+    def is_answered_once(self) -> bool:
+        """Whether the ranks without shared tensors read the answers of an all-reduce in one place.
+
+        Otherwise each of them gets its own.
+        """
+        return self.group.size > 2
+
     def look(self) -> None:
         """Read where the others have their tensors."""
         table = self.group.table
