@@ -198,6 +198,16 @@ def test_any_shape_is_encoded_and_decoded_also_an_empty_or_strided_one(format):
         assert torch.equal(format.decode(codes), part)
 
 
+def test_many_codes_are_decoded_and_encoded_as_few_are():
+    codes = torch.arange(256, dtype=torch.uint8).repeat(600).view(300, 512)
+    points = E4M3.code_points(dtype=torch.float32)
+
+    found = E4M3.decode(codes)
+
+    torch.testing.assert_close(found[::50], points.repeat(6, 2), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(E4M3.encode(found), codes)
+
+
 def test_a_format_of_ones_own_has_numbers_without_a_dtype():
     e5m6 = NumberFormat("E5M6", 5, 6, 15, Specials.IEEE)
     e4m3 = NumberFormat("E4M3 IEEE", 4, 3, 7, Specials.IEEE)

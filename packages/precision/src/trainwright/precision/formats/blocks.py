@@ -69,11 +69,17 @@ class BlockQuantized:
         """
         scales = self.scale_values()
         wide = torch.float64 if torch.float64 in (dtype, scales.dtype) else torch.float32
-        matrices = _matrices_shape(self.codes.shape)
-        numbers = self.format.decode(self.codes, dtype=wide).view(matrices)
-        spread = spread_scales(scales.to(wide), self.block, matrices)
+        num, rows, cols = _matrices_shape(self.codes.shape)
+        height, width = self.block
+        numbers = self.format.decode(self.codes, dtype=wide)
+        if rows % height or cols % width:
+            spread = spread_scales(scales.to(wide), self.block, (num, rows, cols))
+            numbers.view(num, rows, cols).mul_(spread)
+        else:
+            grid = scales.to(wide).view(num, rows // height, 1, cols // width, 1)
+            numbers.view(num, rows // height, height, cols // width, width).mul_(grid)
         limit = torch.finfo(dtype).max
-        return numbers.mul_(spread).clamp_(-limit, limit).to(dtype).view(self.codes.shape)
+        return numbers.clamp_(-limit, limit).to(dtype)
 
 
 def spread_scales(

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .number_format import NumberFormat
 
 _TABLE_BITS = 8
+# Codes that are looked up together on a CPU: what a cache holds with their numbers.
+_CPU_CHUNK = 1 << 17
 _FLOAT64_MANTISSA_BITS = 52
 _FLOAT64_BIAS = 1023
 
@@ -24,7 +26,7 @@ def decode_codes(codes: torch.Tensor, format: NumberFormat, dtype: torch.dtype) 
     if format.bits <= _TABLE_BITS:
         every = torch.arange(1 << format.bits, device=codes.device)
         table = _compute(every, format).to(dtype)
-        return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+        return _look_up(codes.reshape(-1), table).view(codes.shape)
     if format.dtype is not None:
         return pack_codes(codes, format.name, format.bits, format.dtype).to(dtype)
     return _compute(codes.long(), format).to(dtype)
@@ -49,6 +51,15 @@ def _check(codes: torch.Tensor, format: NumberFormat, dtype: torch.dtype) -> Non
         )
 
 
+def _look_up(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    numbers = torch.empty(codes.shape, dtype=table.dtype, device=codes.device)
+    chunk = _CPU_CHUNK if codes.device.type == "cpu" else max(1, codes.numel())
+    for first in range(0, codes.numel(), chunk):
+        part = slice(first, first + chunk)
+        torch.index_select(table, 0, codes[part].int(), out=numbers[part])
+    return numbers
+
+
 def _compute(codes: torch.Tensor, format: NumberFormat) -> torch.Tensor:
     """Return float64 numbers from the fields of int64 codes."""
     mantissa_bits = format.mantissa_bits
@@ -61,12 +72,10 @@ def _compute(codes: torch.Tensor, format: NumberFormat) -> torch.Tensor:
     exponent = field.clamp_min(1) if format.signed else field
     unit = (exponent - format.bias - mantissa_bits + _FLOAT64_BIAS) << _FLOAT64_MANTISSA_BITS
     values = significand.double() * unit.view(torch.float64)
-    negative = (codes & sign_bit) > 0
-    values = torch.where(negative, -values, values)
     if format.has_infinity:
-        infinite = magnitude == format.max_code + 1
-        values[infinite] = torch.where(negative[infinite], -torch.inf, torch.inf).double()
-    return values.masked_fill_(_is_nan(codes, magnitude, sign_bit, format), torch.nan)
+        values.masked_fill_(magnitude == format.max_code + 1, torch.inf)
+    values.masked_fill_(_is_nan(codes, magnitude, sign_bit, format), torch.nan)
+    return torch.where((codes & sign_bit) > 0, -values, values)
 
 
 def _is_nan(

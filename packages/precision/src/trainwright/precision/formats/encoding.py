@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .number_format import NumberFormat
 
 # Elements that are encoded together on a CPU: what fits in a cache with its intermediate results.
-_CPU_CHUNK = 1 << 15
+_CPU_CHUNK = 1 << 17
 _DEVICE_CHUNK = 1 << 24
 
 
@@ -104,19 +104,27 @@ def _encode_part(
     code = _round_magnitude(magnitude, carrier, format, rounding, first)
     if special.too_large <= format.max_code + 1:
         code.clamp_max_(special.too_large)
-    else:
+    elif _may_exceed(code, format.max_code):
         code.masked_fill_(code > format.max_code, special.too_large)
-    is_nan = magnitude > carrier.infinity
-    code.masked_fill_(is_nan, special.nan or 0)
+    is_nan = magnitude > carrier.infinity if _may_exceed(magnitude, carrier.infinity) else None
+    if is_nan is not None:
+        code.masked_fill_(is_nan, special.nan or 0)
     if not format.signed:
         return code if special.magnitudes else code.masked_fill_(raw <= 0, special.too_large)
-    negative = raw < 0
-    if special.nan is None:
-        negative ^= is_nan
+    if format.bits > 16:
+        code, raw = code.long(), raw.long()
+    sign = raw >> (torch.iinfo(carrier.integer).bits - format.bits)
+    sign.bitwise_and_(1 << (format.bits - 1))
+    if is_nan is not None and special.nan is None:
+        sign.bitwise_xor_(is_nan.to(sign.dtype) << (format.bits - 1))
     if not special.negative_zero:
-        negative &= (code > 0) & (code <= format.max_code)
-    wide = code.to(code_dtype(format.bits)) if format.bits > 16 else code
-    return wide.bitwise_or_(negative.to(wide.dtype) << (format.bits - 1))
+        sign.masked_fill_((code == 0) | (code > format.max_code), 0)
+    return code.bitwise_or_(sign)
+
+
+def _may_exceed(values: torch.Tensor, limit: int) -> bool:
+    """Say whether a mask is needed: on a CPU a look is cheaper, elsewhere the host would wait."""
+    return values.device.type != "cpu" or int(values.max()) > limit
 
 
 def _round_magnitude(

@@ -149,7 +149,7 @@ class NumberFormat:
         return self.decode(torch.arange(1 << self.bits), dtype=dtype)
 
     def decode(self, codes: torch.Tensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the numbers of codes, exactly.
+        """Return the numbers of codes, exactly, NaN with its sign.
 
         Args:
             codes: integers of any shape, 0 to 2**bits - 1.
