@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,7 +43,6 @@ class Manifest:
         index: One record for each index file.
         files: None; what was read of format 1, which has no index: one record a rank, or None where
             the rank had nothing to write.
-        aliases: By path the path under which the same tensor is stored.
     """
 
     run: str
@@ -54,11 +52,9 @@ class Manifest:
     num_files: int
     index: tuple[IndexRecord, ...]
     files: tuple[FileRecord | None, ...] | None = None
-    aliases: Mapping[str, str] = attrs.Factory(dict)
 
     def encode(self) -> bytes:
         """Return the bytes of the file."""
-        aliases = {"aliases": dict(self.aliases)} if self.aliases else {}
         return seal(
             {
                 "format": "trainwright-checkpoint",
@@ -69,7 +65,6 @@ class Manifest:
                 "num_files": self.num_files,
                 "index": [[record.size, record.crc32] for record in self.index],
                 "plain": self.plain,
-                **aliases,
             }
         )[0]
 
@@ -147,10 +142,7 @@ def _parse(body: dict[str, Any], path: Path) -> Manifest:
     (num_files,) = _parse_record([body["num_files"]], 1, path)
     if not 1 <= len(index) <= num_files <= _MAX_FILES:
         _refuse(path, f"{len(index)} index files for {num_files} ranks")
-    aliases = body.get("aliases", {})
-    if not all(type(name) is str and name not in aliases for name in aliases.values()):
-        _refuse(path, f"the aliases {str(aliases)[:200]}")
-    return Manifest(*of_all, num_files, index, aliases=aliases)
+    return Manifest(*of_all, num_files, index)
 
 
 def _parse_file(record: Any, path: Path) -> FileRecord | None:

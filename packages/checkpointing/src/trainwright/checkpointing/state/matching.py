@@ -18,6 +18,8 @@ from .index import Located
 from .plain import decode_plain, merge_plain
 from .tree import Leaves, TensorLeaf
 
+Place = tuple[int, int]  # number of a file, position in it
+
 
 @attrs.frozen(eq=False)
 class Want:
@@ -62,6 +64,11 @@ class Match:
     num_plain_found: int = 0
 
 
+def places_of(located: Located) -> list[Place]:
+    """Return where the pieces begin: the same for the names of one tensor that is stored once."""
+    return [(piece.file.number, piece.offset) for piece in located.pieces if piece.spec.numel]
+
+
 def is_named(path: str, patterns: Sequence[str]) -> bool:
     """Whether a pattern is the path, something above it, or matches it (``*``, ``?``, ``[]``)."""
     return any(
@@ -73,7 +80,6 @@ def is_named(path: str, patterns: Sequence[str]) -> bool:
 def match_leaves(
     leaves: Leaves,
     located: Mapping[str, Located | None],
-    aliases: Mapping[str, str],
     plain: Mapping[str, Any],
     convert: Sequence[str],
     is_partial: bool,
@@ -82,20 +88,19 @@ def match_leaves(
 
     Args:
         leaves: The target, without what is to be skipped.
-        located: What was found, by the name under which it is stored.
-        aliases: Other names of stored tensors.
+        located: What was found, by path.
         plain: The checkpoint's plain values.
         convert: Patterns of paths whose dtype may change.
         is_partial: Whether plain values take keys from the target.
     """
     match = Match()
-    _match_tensors(match, leaves, located, aliases, convert)
+    _match_tensors(match, leaves, located, convert)
     # A tensor that is a plain value there, and the other way round, is missing in no mode.
     for path in [path for path in match.missing if path in plain]:
         match.missing.remove(path)
         match.problems.append(f"{path}: expected a tensor, found a plain value")
     for path, encoded in leaves.plain.items():
-        there = located.get(aliases.get(path, path))
+        there = located.get(path)
         if path in plain:
             match.num_plain_found += 1
             _take_plain(match, path, encoded, plain[path], is_partial)
@@ -110,14 +115,12 @@ def _match_tensors(
     match: Match,
     leaves: Leaves,
     located: Mapping[str, Located | None],
-    aliases: Mapping[str, str],
     convert: Sequence[str],
 ) -> None:
     tied = find_aliases(leaves.tensors.values())
-    filled: dict[str, str] = {}  # first path of some memory -> the stored name that fills it
+    filled: dict[str, list[Place]] = {}  # by first path of some memory: what fills it
     for path, leaf in leaves.tensors.items():
-        name = aliases.get(path, path)
-        found = located.get(name)
+        found = located.get(path)
         memory = tied.get(path, path)
         if found is None:
             match.missing.append(path)
@@ -125,9 +128,9 @@ def _match_tensors(
         problem = _compare(leaf, found, convert)
         if problem is not None:
             match.problems.append(f"{path}: {problem}")
-        elif filled.get(memory) != name:
+        elif filled.get(memory) != places_of(found):
             match.wants.append(Want(leaf, found, is_tied=memory in filled))
-            filled.setdefault(memory, name)
+            filled.setdefault(memory, places_of(found))
             if found.dtype != leaf.tensor.dtype:
                 match.converted.append(path)
     # What is missing under one name may have come under another name of the same memory.

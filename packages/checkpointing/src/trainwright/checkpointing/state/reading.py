@@ -20,7 +20,7 @@ from .filling import DataFiles, fill
 from .index import Located
 from .index_reading import Index
 from .manifest import file_name
-from .matching import Want, find_hole
+from .matching import Place, Want, find_hole, places_of
 from .ranks import Ranks
 from .tree import TensorLeaf
 
@@ -42,7 +42,8 @@ class TensorEntry:
         dtype: The dtype.
         shape: The shape of the whole tensor.
         pieces: Which file holds what; together each element once.
-        alias_of: The name under which it is stored, if that is not its own: they were tied.
+        alias_of: The first name of those that share its pieces, if that is not its own: they were
+            tied, and it is stored once.
     """
 
     name: str
@@ -159,7 +160,7 @@ class Checkpoint:
         if self._tensors is None:
             index = Index(Ranks(SingleCommunicator()), self._files, self._saved)
             located = index.locate(dict.fromkeys(index.names))
-            self._tensors = _Entries(located, self._saved.manifest.aliases)
+            self._tensors = _Entries(located)
         return self._tensors
 
 
@@ -184,24 +185,25 @@ def open_checkpoint(
 
 
 class _Entries(Mapping[str, TensorEntry]):
-    def __init__(self, located: Mapping[str, Located | None], aliases: Mapping[str, str]) -> None:
-        self._located = located
-        self._aliases = {path: name for path, name in aliases.items() if name in located}
-        self._names = sorted({*located, *self._aliases})
+    def __init__(self, located: Mapping[str, Located | None]) -> None:
+        self._located = {name: found for name, found in sorted(located.items()) if found}
+        self._first: dict[tuple[Place, ...], str] = {}
+        for name, found in self._located.items():
+            self._first.setdefault(tuple(places_of(found)), name)
 
     def find(self, name: str) -> Located | None:
-        return self._located.get(self._aliases.get(name, name))
+        return self._located.get(name)
 
     def __getitem__(self, name: str) -> TensorEntry:
-        located = self.find(name)
-        if located is None:
-            raise KeyError(name)
+        located = self._located[name]
         pieces = tuple(StoredPiece(file_name(x.file.number), x.spec) for x in located.pieces)
-        alias_of = self._aliases.get(name)
+        places = tuple(places_of(located))
+        first = self._first[places] if places else name
+        alias_of = None if first == name else first
         return TensorEntry(name, located.dtype, located.global_shape, pieces, alias_of)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._located)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._located)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import attrs
 
 from trainwright.checkpointing.errors import LoadFailedError, MismatchError, TreeError
-from trainwright.collectives import ShardSpec
 
 from .filling import DataFiles, fill_all
 from .ledger import find_unwanted
-from .matching import Match, is_named, match_leaves
+from .matching import Match, is_named, match_leaves, places_of
 from .opening import Opened, open_newest
 from .planning import Place
 from .ranks import Ranks
@@ -119,24 +118,32 @@ class _Load:
         self, opened: Opened, leaves: Leaves, request: LoadRequest
     ) -> tuple[Match, list[str]]:
         """Return what was found for this rank, and the names it knows that no rank has."""
-        manifest = opened.saved.manifest
-        plain = self._agreed(lambda: manifest.decode_plain(opened.saved.folder))
-        stored = manifest.aliases
-        paths = (*leaves.tensors, *leaves.plain)
+        saved = opened.saved
+        plain = self._agreed(lambda: saved.manifest.decode_plain(saved.folder))
+        paths = {*leaves.tensors, *leaves.plain}
         skipped = [path for path in paths if is_named(path, request.skip)]
         wanted = leaves.without(skipped)
-        located = opened.index.locate(_questions(wanted, stored))
+        # A plain value must not be a tensor there, so all paths are looked for.
+        questions = {path: leaf.spec for path, leaf in wanted.tensors.items()}
+        located = opened.index.locate({**dict.fromkeys(wanted.plain), **questions})
         match = self._agreed(
-            lambda: match_leaves(
-                wanted, located, stored, plain, request.convert, request.is_partial
-            )
+            lambda: match_leaves(wanted, located, plain, request.convert, request.is_partial)
         )
-        match.skipped[:] = skipped
-        match.unexpected_plain[:] = [
-            path for path in plain if path not in {*leaves.plain, *leaves.tensors}
-        ]
-        names = {stored.get(path, path) for path in paths}
-        return match, find_unwanted(self._ranks, names, opened.index.names)
+        match.skipped[:] = sorted(skipped)
+        match.unexpected_plain[:] = [path for path in plain if path not in paths]
+        unexpected = find_unwanted(self._ranks, paths, opened.index.names)
+        return match, self._without_aliases(opened, match, unexpected)
+
+    def _without_aliases(self, opened: Opened, match: Match, names: Sequence[str]) -> list[str]:
+        """Return those of the names that are not another name of a tensor that is loaded."""
+        if self._ranks.total(len(names)) == 0:
+            return []
+        located = opened.index.locate(dict.fromkeys(names))
+        places = {name: places_of(found)[:1] for name, found in located.items() if found}
+        wanted = {str(place) for want in match.wants for place in places_of(want.located)}
+        asked = {str(place) for found in places.values() for place in found}
+        unwanted = {*find_unwanted(self._ranks, wanted, asked)}
+        return [name for name in names if not places.get(name) or str(places[name][0]) in unwanted]
 
     def _report(
         self, opened: Opened, request: LoadRequest, match: Match, unexpected: Sequence[str]
@@ -196,14 +203,3 @@ _MISSING_TENSOR = "expected a tensor, found nothing of that path"
 _MISSING_PLAIN = "expected a plain value, found nothing of that path"
 _EXTRA_TENSOR = "expected nothing of that path, found a tensor in the checkpoint"
 _EXTRA_PLAIN = "expected nothing of that path, found a plain value in the checkpoint"
-
-
-def _questions(leaves: Leaves, aliases: Mapping[str, str]) -> dict[str, ShardSpec | None]:
-    """Return by stored name which part of it this rank wants; None: parts of several shapes."""
-    questions: dict[str, ShardSpec | None] = {}
-    for path, leaf in leaves.tensors.items():
-        name = aliases.get(path, path)
-        spec = leaf.spec if questions.get(name, leaf.spec) == leaf.spec else None
-        questions[name] = spec
-    # A plain value must not be a tensor there; which part would be one of no elements.
-    return {**{aliases.get(path, path): None for path in leaves.plain}, **questions}
