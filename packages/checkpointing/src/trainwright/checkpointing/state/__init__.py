@@ -15,6 +15,7 @@ from trainwright.checkpointing.protocol import Files, Reader, Writer
 
 from .asynchronous import Pending
 from .files import LocalFiles
+from .generators import RankGenerators
 from .reading import Checkpoint, StoredPiece, TensorEntry, open_checkpoint
 from .reporting import LoadReport
 from .retention import Retention
@@ -34,6 +35,7 @@ __all__ = [
     "NoCheckpointError",
     "NotAvailableYetError",
     "Pending",
+    "RankGenerators",
     "Reader",
     "Retention",
     "SaveFailedError",
