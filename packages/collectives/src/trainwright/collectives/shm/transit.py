@@ -23,7 +23,7 @@ NUM_SLOTS = 3
 _MAX_PIECE_BYTES = 1 << 20
 # What one rank writes between two meetings, which are dear; but it must still be in the last of the
 # caches when the others read it.
-_MAX_PLACE_BYTES = 1 << 21
+_MAX_PLACE_BYTES = 1 << 22
 # Pieces begin at pages, whatever the dtype.
 _GRAIN = 1 << 12
 
