@@ -19,8 +19,8 @@ from .rounding import Rounding, nearest_even
 if TYPE_CHECKING:
     from .number_format import NumberFormat
 
-# Elements that are encoded together on a CPU: what fits in a cache with its intermediate results.
-_CPU_CHUNK = 1 << 17
+# Bytes that are encoded together on a CPU: what a cache holds with its intermediate results.
+_CPU_CHUNK_BYTES = 1 << 19
 _DEVICE_CHUNK = 1 << 24
 
 
@@ -71,9 +71,11 @@ def encode_values(
         )
     flat = values.detach().reshape(-1)
     codes = torch.empty(flat.shape, dtype=code_dtype(format.bits), device=flat.device)
-    chunk = _CPU_CHUNK if flat.device.type == "cpu" else _DEVICE_CHUNK
+    wide = _carrying_dtype(values.dtype, format)
+    on_cpu = flat.device.type == "cpu"
+    chunk = _CPU_CHUNK_BYTES // wide.itemsize if on_cpu else _DEVICE_CHUNK
     for first in range(0, flat.numel(), chunk):
-        part = _widen(flat[first : first + chunk], format)
+        part = flat[first : first + chunk].to(wide).contiguous()
         codes[first : first + chunk] = _encode_part(part, format, rounding, special, first)
     return codes.view(values.shape)
 
@@ -85,10 +87,10 @@ def code_dtype(bits: int) -> torch.dtype:
     return torch.int32 if bits <= 16 else torch.int64
 
 
-def _widen(values: torch.Tensor, format: NumberFormat) -> torch.Tensor:
+def _carrying_dtype(dtype: torch.dtype, format: NumberFormat) -> torch.dtype:
     # float32 is not enough for formats whose normal numbers begin below those of float32.
-    narrow = values.dtype is not torch.float64 and format.emin >= -126
-    return values.to(torch.float32 if narrow else torch.float64).contiguous()
+    narrow = dtype is not torch.float64 and format.emin >= -126
+    return torch.float32 if narrow else torch.float64
 
 
 def _encode_part(
