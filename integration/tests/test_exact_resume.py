@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainwright.checkpointing import CheckpointingWarning
 from trainwright.checkpointing.state import StateStore
 from trainwright.checkpointing.testing.files import CrashingFiles
 from trainwright.collectives import Communicator, LocalWorld
@@ -20,6 +22,7 @@ from trainwright.integration import Corpus, ModelShape, RunConfig, assemble, tra
 from trainwright.integration.parts import Parts, Progress, whole_weights
 from trainwright.integration.recipe import StepRecord
 from trainwright.integration.training_state import restore_state, save_state
+from trainwright.precision import DynamicLossScaler
 
 STREAM = np.frombuffer(b"what was learned is kept, whenever the run ends. " * 5, dtype=np.uint8)
 CORPUS = Corpus(train=STREAM, held_out=STREAM, files=1, skipped=(), source="a test")
@@ -164,3 +167,55 @@ def test_after_a_load_the_weights_of_the_modules_are_the_masters_rounded(zero: i
         _assert_equal(_held(second), _held(first))
 
     LocalWorld(2).run(work)
+
+
+def _with_own(comm: Communicator, config: RunConfig, first_seed: int) -> Parts:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    scaler = DynamicLossScaler(init_scale=8.0)
+    return attrs.evolve(
+        assemble(config, comm, CORPUS, SHAPE),
+        own={"schedule": schedule, "scaler": scaler},
+        generators={"noise": torch.Generator().manual_seed(first_seed + comm.rank)},
+    )
+
+
+def _use_own(parts: Parts) -> tuple[list[float], dict[str, Any], list[float]]:
+    schedule: Any = parts.own["schedule"]
+    scaler: Any = parts.own["scaler"]
+    schedule.optimizer.step()
+    schedule.step()
+    scaler.update(new_scale=2 * scaler.state_dict()["scale"])
+    drawn = torch.rand(2, generator=parts.generators["noise"]).tolist()
+    return schedule.get_last_lr(), scaler.state_dict(), drawn
+
+
+@pytest.mark.parametrize("after", ["dp=2", "tp=2"])
+def test_schedules_scalers_and_generators_of_ones_own_are_in_the_state(after: str) -> None:
+    files = CrashingFiles()
+
+    def save(comm: Communicator) -> Any:
+        first = _with_own(comm, _config(layout="dp=2"), 1)
+        for _ in range(comm.rank + 1):
+            torch.rand(1, generator=first.generators["noise"])
+        _use_own(first)
+        _save(first, first.start(), files)
+        return [_use_own(first) for _ in range(3)]
+
+    def resume(comm: Communicator) -> Any:
+        second = _with_own(comm, _config(layout=after), 100)
+        assert restore_state(_store(second, files), second) is not None
+        return [_use_own(second) for _ in range(3)]
+
+    right = LocalWorld(2).run(save)
+    expected = contextlib.nullcontext() if after == "dp=2" else pytest.warns(CheckpointingWarning)
+    with expected:
+        found = LocalWorld(2).run(resume)
+
+    if after == "dp=2":
+        assert found == right
+    assert [[each[:2] for each in rank] for rank in found] == [
+        [each[:2] for each in rank] for rank in right
+    ]
+    assert len({str(each[2]) for rank in found for each in rank}) == 6

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -24,6 +24,7 @@ from trainwright.integration.model import (
     build_stage,
     initializer,
 )
+from trainwright.integration.stateful import Stateful
 from trainwright.pipeline_schedules import (
     GENERATORS,
     Schedule,
@@ -72,6 +73,9 @@ class Parts:
     Args:
         counts_tokens: 1.0 on the rank of the last stage, whose token counts enter the global sums,
             else 0.0: earlier stages see the same tokens.
+        own: what else of yours is in checkpoints, by name: a schedule, a loss scaler; with the same
+            state on every rank.
+        generators: random generators of yours in checkpoints, of which each rank has its own.
     """
 
     config: RunConfig
@@ -83,6 +87,8 @@ class Parts:
     guard: Guard
     feed: Feed
     counts_tokens: float
+    own: Mapping[str, Stateful] = attrs.field(factory=dict)
+    generators: Mapping[str, torch.Generator] = attrs.field(factory=dict)
 
     @property
     def steps(self) -> int:

@@ -7,11 +7,13 @@ from typing import Any
 import attrs
 import torch
 
+from trainwright.checkpointing import MismatchError, RankGenerators
 from trainwright.checkpointing.state import Sharded, StateStore
 from trainwright.integration.errors import RunFolderError
 from trainwright.integration.parts import Parts, Progress
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+GENERATORS = "generators"
 
 
 def save_state(
@@ -53,17 +55,19 @@ def restore_state(store: StateStore, parts: Parts) -> Progress | None:
     world.broadcast(nothing_saved, 0).wait()
     if nothing_saved.item():
         return None
-    tree = store.load(state_tree(parts, parts.start()))
+    tree = _load(store, parts)
     run = tree["run"]
     for piece in parts.model.pieces.values():
         parts.optimizer.state[piece.parameter]["step"].fill_(float(run["updates"]))
     parts.model.publish()
     parts.feed.load_state_dict(tree["data"])
+    for name, each in parts.own.items():
+        each.load_state_dict(tree["own"][name])
     return Progress(**run)
 
 
 def state_tree(parts: Parts, progress: Progress) -> dict[str, Any]:
-    """Return the state as nested dicts; tensors are views of the live ones."""
+    """Return the state as nested dicts; tensors are views of the live ones, but for generators."""
     materialise_moments(parts)
     pieces = parts.model.pieces
     states = parts.optimizer.state
@@ -79,6 +83,8 @@ def state_tree(parts: Parts, progress: Progress) -> dict[str, Any]:
         },
         "data": parts.feed.state_dict(),
         "run": attrs.asdict(progress, recurse=False),
+        "own": {name: each.state_dict() for name, each in parts.own.items()},
+        GENERATORS: _generators(parts).tree() if parts.generators else {},
     }
 
 
@@ -91,6 +97,25 @@ def materialise_moments(parts: Parts) -> None:
                     "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                     **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
                 }
+
+
+def _load(store: StateStore, parts: Parts) -> dict[str, Any]:
+    target = state_tree(parts, parts.start())
+    if not parts.generators:
+        return store.load(target)
+    generators = _generators(parts)
+    # Another layout has no use for the positions that are saved, and lacks its own.
+    report = store.load_partial({**target, GENERATORS: generators.target()})
+    differing = [*report.missing, *report.unexpected]
+    if any(not path.startswith(f"{GENERATORS}/") for path in differing):
+        raise MismatchError(f"the checkpoint is not one of this model: {report}")
+    generators.restore(report.tree[GENERATORS], report.step)
+    return report.tree
+
+
+def _generators(parts: Parts) -> RankGenerators:
+    config = parts.config
+    return RankGenerators(parts.generators, parts.mesh.world, config.layout, seed=config.seed)
 
 
 def _is_empty(store: StateStore) -> bool:
