@@ -23,9 +23,11 @@ from trainwright.checkpointing.errors import (
 from trainwright.checkpointing.exchange import (
     open_dcp,
     open_huggingface,
+    strided,
     write_dcp,
     write_huggingface,
 )
+from trainwright.checkpointing.exchange.readers import Folder
 from trainwright.checkpointing.state import LocalFiles
 from trainwright.checkpointing.testing.failing import FailingFiles
 from trainwright.checkpointing.testing.files import CrashingFiles, SimulatedCrash
@@ -290,3 +292,25 @@ def test_a_target_of_another_shape_or_dtype_is_refused(tmp_path):
         strided = torch.zeros(3, 4)[:, ::2].t()
         found.read(into=strided, cast=True)
         assert strided.tolist() == [[1.0] * 3] * 2
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_boxes_of_any_strides_are_copied_with_reads_of_any_size(data):
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    stride = tuple(data.draw(st.integers(0, 30)) for _ in sizes)
+    corners = [sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2))) for n in sizes]
+    box = Box([low for low, _ in corners], [high for _, high in corners])
+    numbers = torch.arange(400, dtype=torch.int16)
+    whole = numbers.as_strided(sizes, stride, 7)
+    files = CrashingFiles()
+    files.make_folder(PLACE)
+    files.create(PLACE / "x").write(numbers.numpy().tobytes())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strided, "_READ_BYTES", data.draw(st.sampled_from([2, 10, 60])))
+        patch.setattr(strided, "_PAGE_BYTES", data.draw(st.sampled_from([0, 8])))
+        into = torch.zeros(box.shape, dtype=torch.int16)
+        reader = Folder(PLACE, files).file("x")
+        where = strided.Strided(reader, 14, torch.int16, tuple(sizes), stride, "x")
+        where.copy(box, into)
+    assert torch.equal(into, whole[box.slices])

@@ -170,15 +170,39 @@ def read_exactly(reader: Bytes, offset: int, count: int, source: Path | str) -> 
         DamagedCheckpointError: The file is shorter.
         LoadFailedError: It cannot be read.
     """
-    if not 0 <= offset <= offset + count <= reader.size:
+    return read_rows(reader, (offset, 0, 1), count, source)
+
+
+def read_rows(
+    reader: Bytes, rows: tuple[int, int, int], count: int, source: Path | str
+) -> bytearray:
+    """Return ``count`` bytes at each of some places of a file, one after the other.
+
+    Args:
+        reader: The file.
+        rows: The first place, bytes from one place to the next, number of places.
+        count: Bytes at each.
+        source: What it is, for messages.
+
+    Raises:
+        DamagedCheckpointError: The file is shorter; nothing has been allocated.
+        LoadFailedError: It cannot be read.
+    """
+    begin, step, num_rows = rows
+    end = begin + step * (num_rows - 1) + count
+    if not 0 <= begin <= end <= reader.size or count < 0 or step < 0:
         raise DamagedCheckpointError(
-            f"{source} is damaged: bytes {offset} to {offset + count} of {reader.size}"
+            f"{source} is damaged: bytes {begin} to {end} of {reader.size}"
         )
-    buffer = bytearray(count)
+    buffer = bytearray(num_rows * count)
+    view = memoryview(buffer)
     try:
-        done = reader.read_into(offset, memoryview(buffer))
+        for number in range(num_rows):
+            place = view[number * count : (number + 1) * count]
+            if reader.read_into(begin + number * step, place) != count:
+                raise DamagedCheckpointError(
+                    f"{source} is damaged: it became shorter while being read"
+                )
     except OSError as error:
         raise LoadFailedError(f"{source} cannot be read: {error}") from error
-    if done != count:
-        raise DamagedCheckpointError(f"{source} is damaged: it became shorter while being read")
     return buffer

@@ -10,7 +10,7 @@ import torch
 from trainwright.checkpointing.errors import DamagedCheckpointError
 from trainwright.collectives import Box
 
-from .readers import Bytes, read_exactly
+from .readers import Bytes, read_rows
 
 _READ_BYTES = 1 << 22  # the most memory that one read takes
 _PAGE_BYTES = 1 << 12  # what a disk reads at once
@@ -59,35 +59,61 @@ class Strided:
         """
         if box.numel == 0:
             return
-        last = sum((n - 1) * s for n, s in zip(box.shape, self.stride, strict=True))
-        span = (last + 1) * self.dtype.itemsize
-        wanted = box.numel * self.dtype.itemsize
-        is_dense = span - wanted <= max(_PAGE_BYTES, wanted // 8)  # small gaps are read along
-        if box.numel == 1 or (is_dense and span <= _READ_BYTES):
-            self._copy_span(box, span, into)
+        size = self.dtype.itemsize
+        reaches = [(n - 1) * s for n, s in zip(box.shape, self.stride, strict=True)]
+        span = (sum(reaches) + 1) * size
+        is_dense = _is_dense(span, box.numel * size)
+        if is_dense and span <= _READ_BYTES:
+            self._copy_rows(box, 0, 1, span, into)
             return
-        lengths = [n * s if n > 1 else -1 for n, s in zip(box.shape, self.stride, strict=True)]
-        dim = lengths.index(max(lengths))
-        half = box.shape[dim] // 2
-        middle = box.start[dim] + half
-        first_stop = (*box.stop[:dim], middle, *box.stop[dim + 1 :])
-        second_start = (*box.start[:dim], middle, *box.start[dim + 1 :])
-        self.copy(Box(box.start, first_stop), into.narrow(dim, 0, half))
-        self.copy(Box(second_start, box.stop), into.narrow(dim, half, box.shape[dim] - half))
+        # The dim whose indices lie farthest apart: within one of them the rest is closer together.
+        dim = max(range(len(reaches)), key=lambda dim: (box.shape[dim] > 1, self.stride[dim]))
+        row = span - reaches[dim] * size
+        half = (box.shape[dim] + 1) // 2  # strides may overlap: so it ends in any case
+        count = 1
+        if is_dense:
+            count = max(1, min(_READ_BYTES // max(self.stride[dim] * size, 1), half))
+        elif row <= _READ_BYTES and _is_dense(row, box.numel // box.shape[dim] * size):
+            count = max(1, _READ_BYTES // row)
+        for at in range(0, box.shape[dim], count):
+            part = _narrow(box, dim, at, count)
+            target = into.narrow(dim, at, part.shape[dim])
+            if is_dense or count == 1:
+                self.copy(part, target)
+            else:
+                self._copy_rows(part, dim, part.shape[dim], row, target)
 
-    def _copy_span(self, box: Box, span: int, into: torch.Tensor) -> None:
+    def _copy_rows(self, box: Box, dim: int, num_rows: int, row: int, into: torch.Tensor) -> None:
+        """Copy a box of which ``num_rows`` indices of ``dim``, ``row`` bytes each, are read."""
+        size = self.dtype.itemsize
         first = sum(i * s for i, s in zip(box.start, self.stride, strict=True))
-        begin = self.begin + first * self.dtype.itemsize
+        begin = self.begin + first * size
+        stride = list(self.stride)
+        step = stride[dim] * size if num_rows > 1 else 0
         found = torch.frombuffer(
-            read_exactly(self.reader, begin, span, self.source), dtype=torch.uint8
+            read_rows(self.reader, (begin, step, num_rows), row, self.source), dtype=torch.uint8
         )
+        if num_rows > 1:
+            stride[dim] = row // size
         if self.is_conj or self.is_neg or into.dtype != self.dtype:
-            values = found.view(self.dtype).as_strided(box.shape, self.stride)
+            values = found.view(self.dtype).as_strided(box.shape, stride)
             values = values.conj() if self.is_conj else values
             into.copy_(values._neg_view() if self.is_neg else values)
             return
-        bits = _BITS.get(self.dtype.itemsize)
+        bits = _BITS.get(size)
         if bits is None:
             raise DamagedCheckpointError(f"{self.source} has elements of {self.dtype}")
         # As integers: every bit comes over, also of NaNs and of dtypes that cannot be computed in.
-        into.view(bits).copy_(found.view(bits).as_strided(box.shape, self.stride))
+        into.view(bits).copy_(found.view(bits).as_strided(box.shape, stride))
+
+
+def _is_dense(span: int, wanted: int) -> bool:
+    """Whether to read along what lies between: a page, or an eighth of what is wanted."""
+    return span - wanted <= max(_PAGE_BYTES, wanted // 8)
+
+
+def _narrow(box: Box, dim: int, at: int, count: int) -> Box:
+    start, stop = list(box.start), list(box.stop)
+    start[dim] = box.start[dim] + at
+    stop[dim] = min(start[dim] + count, box.stop[dim])
+    return Box(start, stop)
