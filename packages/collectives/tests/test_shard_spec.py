@@ -204,6 +204,13 @@ def test_runs_of_an_overlap_are_as_long_as_both_orders_allow(drawn):
             )
 
 
+@given(spec_of_tensor())
+def test_the_overlap_of_a_spec_with_itself_is_all_of_it_in_one_run(drawn):
+    _, spec = drawn
+    whole = slice(0, spec.numel)
+    assert spec.overlap(spec) == ([(whole, whole)] if spec.numel else [])
+
+
 def test_overlap_of_rows_is_one_run_and_of_columns_one_run_a_row():
     shape = (4096, 64)
     rows = ShardSpec.of_boxes("w", shape, [Box((0, 0), (2048, 64))])

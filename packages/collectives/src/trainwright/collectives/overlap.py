@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,9 @@ def find_runs(a: Parts, b: Parts) -> _Ints:
     """
     if not a or not b:
         return np.empty((0, 3), dtype=np.int64)
+    if list(a) == list(b):  # what is loaded as it was saved need not be searched
+        same = [(at, at, box.numel) for at, box in sorted(a, key=itemgetter(0)) if box.numel]
+        return _merge(np.array(same, dtype=np.int64).reshape(-1, 3))
     pairs = _crossing_pairs(
         _corners([box for _, box in a]),
         _corners([box for _, box in b]),
@@ -131,6 +135,8 @@ def _offsets(both: Box, box: Box, outer: int) -> _Ints:
 
 def _merge(runs: _Ints) -> _Ints:
     """Join runs that continue the one before in both orders."""
+    if len(runs) == 0:
+        return runs
     ends = runs[:-1, :2] + runs[:-1, 2:]
     begins = np.ones(len(runs), dtype=np.bool_)
     begins[1:] = (runs[1:, :2] != ends).any(axis=1)
