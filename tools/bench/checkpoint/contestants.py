@@ -135,7 +135,8 @@ SAVERS: dict[str, Callable[[Communicator], Contestant]] = {
 STARTERS: dict[str, Callable[[Communicator], Contestant]] = {
     "dcp": Dcp,
     "dcp_stager": lambda world: Dcp(world, has_stager=True),
-    "dcp_process": lambda world: Dcp(world, AsyncCheckpointerType.PROCESS, has_stager=True),
+    "dcp_process": lambda world: Dcp(world, AsyncCheckpointerType.PROCESS),
+    "dcp_process_stager": lambda world: Dcp(world, AsyncCheckpointerType.PROCESS, has_stager=True),
     "ours": Ours,
 }
 LOADERS: dict[str, Callable[[Communicator], Contestant]] = {"dcp": Dcp, "ours": Ours}
