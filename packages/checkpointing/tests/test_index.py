@@ -31,7 +31,7 @@ from trainwright.checkpointing.state.sealed import seal, unseal
 from trainwright.checkpointing.testing.files import CrashingFiles
 from trainwright.checkpointing.testing.forgeries import forgeries
 from trainwright.checkpointing.testing.layouts import layouts, random_tensors, shapes
-from trainwright.collectives import Box, LocalWorld, ShardSpec
+from trainwright.collectives import Box, LocalWorld, ShardSpec, SingleCommunicator
 
 ROOT = Path("/runs/a")
 
@@ -116,6 +116,26 @@ def test_a_rank_reads_one_index_file_and_looks_at_its_share_of_the_lengths(
     assert all(rank["size"] <= 1 for rank in calls) or num_readers == 1
 
 
+@pytest.mark.parametrize("num_readers", [1, 2, 3])
+def test_a_short_file_is_seen_whichever_index_its_tensors_are_in(num_readers):
+    files = CrashingFiles()
+    # The tensor of each rank is in the index file that does not have the rank's own number.
+    names = [next(x for x in "abcdef" if digest(x)[0] % 2 != rank) for rank in range(2)]
+
+    def save(comm):
+        tree = {names[comm.rank]: Sharded(torch.ones(4), ShardSpec.full("w", (4,)))}
+        StateStore(ROOT, comm, files=files).save(1, tree)
+
+    with _entries_per_file(1):
+        LocalWorld(2).run(save)
+    (saved,) = read_catalog(files, ROOT).complete
+    path = saved.folder / "rank-00001.safetensors"
+    files.truncate(path, files.size(path) - 1)
+
+    with pytest.raises(DamagedCheckpointError, match=r"rank-00001.safetensors is damaged: length"):
+        LocalWorld(num_readers).run(lambda comm: Index(Ranks(comm), files, saved))
+
+
 class _Counting:
     """Counts the calls of one rank on files that all share."""
 
@@ -149,6 +169,38 @@ def test_a_save_looks_at_no_file_of_old_checkpoints_but_once_at_their_manifests(
     assert [rank["size"] for rank in (first, *others)] == [1, 2, 1, 1]
     assert first["open"] == 1  # the manifest of the save before; after the first save its own
     assert all(rank["open"] == rank["names"] == 0 for rank in others)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_what_is_one_memory_is_written_once_and_found_under_every_name(num_ranks):
+    files = CrashingFiles()
+
+    def save(comm):
+        spec = ShardSpec.full("w", (6,)).narrow(6 * comm.rank // 3, 6 * (comm.rank + 1) // 3)
+        part = Sharded(torch.arange(6.0)[spec.start : spec.stop], spec)
+        # On the last rank the two are equal and not one: each is written there.
+        other = part if comm.rank < 2 else Sharded(part.tensor.clone(), spec)
+        whole = torch.ones(5)
+        tree = {"head": part, "embedding": other, "x": whole, "y": whole, "z": whole.clone()}
+        StateStore(ROOT, comm, files=files).save(1, tree)
+
+    def load(comm):
+        spec = ShardSpec.full("w", (6,)).narrow(6 * comm.rank // num_ranks, 6)
+        names = ("head", "embedding")
+        tree = {name: Sharded(torch.zeros(spec.numel), spec) for name in names}
+        tree |= {name: torch.zeros(5) for name in "xyz"}
+        StateStore(ROOT, comm, files=files).load(tree)
+        assert all(
+            torch.equal(tree[name].tensor, torch.arange(6.0)[spec.start :]) for name in names
+        )
+        assert all(torch.equal(tree[name], torch.ones(5)) for name in "xyz")
+
+    LocalWorld(3).run(save)
+    LocalWorld(num_ranks).run(load)
+
+    (saved,) = read_catalog(files, ROOT).complete
+    found = Index(Ranks(SingleCommunicator()), files, saved).locate(dict.fromkeys("xyz"))
+    assert found["x"].pieces[0].offset == found["y"].pieces[0].offset != found["z"].pieces[0].offset
 
 
 def _some_piece(draw, shape, file):

@@ -40,13 +40,19 @@ class IndexPlan:
 
 
 def plan_index(
-    ranks: Ranks, owned: Sequence[TensorLeaf], block_bytes: int, num_entries: int
+    ranks: Ranks,
+    owned: Sequence[TensorLeaf],
+    aliases: Mapping[str, str],
+    block_bytes: int,
+    num_entries: int,
 ) -> IndexPlan:
     """Tell the keeper of each name what this rank will write of it, and hear of the kept names.
 
     Args:
         ranks: The ranks.
         owned: What this rank writes.
+        aliases: By path the path under which the same elements are written: the index has them
+            under both, so a loader of either finds them, and no rank need know of the other.
         block_bytes: Bytes of a tensor under one checksum.
         num_entries: Of all ranks' pieces.
 
@@ -55,6 +61,7 @@ def plan_index(
     rank, size = ranks.comm.rank, ranks.comm.size
     of = count_index_files(size, num_entries)
     file, described = describe_file(rank, owned, block_bytes)
+    described.update((path, described[written]) for path, written in aliases.items())
     parts: list[list[tuple[str, Located]]] = [[] for _ in range(size)]
     for path, located in described.items():
         parts[keeper_of(digest(path)[0] % of, of, size)].append((path, located))

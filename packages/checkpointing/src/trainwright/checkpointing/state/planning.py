@@ -13,6 +13,7 @@ import attrs
 from trainwright.checkpointing.errors import SaveFailedError, TreeError
 from trainwright.checkpointing.protocol import Files
 
+from .aliases import find_aliases
 from .dtypes import dtype_name, to_bytes
 from .index_writing import IndexPlan, check_tiles, plan_index
 from .ledger import check_written_once, raise_problems
@@ -48,8 +49,9 @@ class SavePlan:
 
     Args:
         step: The step.
-        owned: What this rank writes. The tensors are the user's; with copies in their place
-            (``attrs.evolve``) the plan can be written while the user goes on.
+        owned: What this rank writes; of several paths of the same memory only the first. The
+            tensors are the user's; with copies in their place (``attrs.evolve``) the plan can be
+            written while the user goes on.
         plain: Encoded plain values, the same on every rank.
         index: What this rank will write of the index.
         num_bytes: Bytes of all ranks' tensors.
@@ -91,9 +93,11 @@ class _Planning:
     def plan(self, tree: Tree) -> SavePlan:
         leaves, owned, replicas = self._agreed(lambda: self._draft(tree))
         self._compare(leaves, owned, replicas)
-        num_bytes = self._ranks.total(sum(leaf.num_bytes for leaf in owned))
+        aliases = find_aliases(owned)
         num_entries = self._ranks.total(len(owned))
-        index = plan_index(self._ranks, owned, self._block_bytes, num_entries)
+        owned = tuple(leaf for leaf in owned if leaf.path not in aliases)
+        num_bytes = self._ranks.total(sum(leaf.num_bytes for leaf in owned))
+        index = plan_index(self._ranks, owned, aliases, self._block_bytes, num_entries)
         self._agreed(lambda: self._refuse(check_tiles(index)))
         return SavePlan(self._step, owned, leaves.plain, index, num_bytes)
 
@@ -129,7 +133,8 @@ class _Planning:
         if self._ranks.total(int(first["replicas"] != mine["replicas"])):
             theirs = json.loads(self._ranks.broadcast(_dump(replicas)))
         written = {leaf.path for leaf in owned}
-        problems = check_written_once(self._ranks, leaves.tensors.values(), written)
+        in_parts = [leaf for leaf in leaves.tensors.values() if not leaf.everywhere]
+        problems = check_written_once(self._ranks, in_parts, written)
         if first["step"] != self._step:
             problems.append(f"step {self._step} here, step {first['step']} on rank 0")
         problems += [
