@@ -43,8 +43,11 @@ class SharedMemoryCommunicator(CheckedCommunicator):
 
     Communicates:
         All ranks of the group construct together. Of n ranks, K being the bytes of the large
-        tensor, each reads K(n-1)/n in its peers' memory; in an all-reduce it writes as much there.
-        What does not live in shared memory is copied once more on its way, each way.
+        tensor, each reads K(n-1)/n in its peers' memory; in an all-reduce it writes as much there,
+        or reads as much again where tensors of more than two ranks do not live in shared memory.
+        What does not live there is copied once more on its way, each way. An all-reduce of up to
+        256 KiB and 1 MiB/n is computed by one of more than two ranks, which reads K(n-1); the
+        others read K.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
 """What one process shares with the others of its host: memory, a bell, and the news of failures.
 
 All groups made from one communicator share a domain. Whoever waits for one operation takes part in
-all of the domain's operations, so that groups never wait for each other. A rank sleeps on its own
-bell, which its peers ring after they have written a flag. A thread sleeps on a second bell, which
-peers ring when a rank leaves them waiting: it takes part in its place.
+all of the domain's operations, so that groups never wait for each other. A rank looks a few times
+for what it waits for, then sleeps on its own bell, which its peers ring after they have written a
+flag. A thread sleeps on a second bell, which peers ring when a rank leaves them waiting: it takes
+part in its place.
 """
 
 from __future__ import annotations
