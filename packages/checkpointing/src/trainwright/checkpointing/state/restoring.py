@@ -172,7 +172,7 @@ class _Load:
             manifest.step,
             tuple(missing[0]),
             missing[1],
-            tuple(here),
+            tuple(sorted(here)),
             tuple(extra[0]),
             extra[1],
             tuple(match.skipped),
