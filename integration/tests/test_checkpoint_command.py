@@ -120,6 +120,16 @@ def test_weights_go_to_safetensors_in_files_of_the_size_asked_for_and_back(root,
     assert all(line.startswith("only in the first: ") for line in out.splitlines())
 
 
+def test_names_of_one_tensor_stay_names_of_one_tensor(tmp_path, capsys):
+    weight = torch.randn(3, 2)
+    StateStore(tmp_path / "a").save(1, {"model": {"emb": weight, "head": weight}})
+    code, out, _ = call(capsys, "convert", tmp_path / "a", tmp_path / "b", "--to", "safetensors")
+    assert code == 0
+    assert "1 tensors, 24 bytes, in 1 files; head is tied to emb; 0 other" in out
+    call(capsys, "convert", tmp_path / "b", tmp_path / "c", "--to", "trainwright")
+    assert call(capsys, "diff", tmp_path / "a", tmp_path / "c") == (0, "no difference\n", "")
+
+
 def test_tuples_and_unreadable_values_of_dcp_folders_are_told(tmp_path, capsys):
     write_dcp(tmp_path / "dcp", {"betas": (0.9, 0.95), "raw": b"ab", "w": torch.ones(1)})
     code, _, err = call(capsys, "convert", tmp_path / "dcp", tmp_path / "c", "--to", "trainwright")

@@ -15,7 +15,7 @@ from trainwright.checkpointing.protocol import Files
 from trainwright.collectives import ShardSpec
 
 from .catalog import Saved, read_catalog
-from .comparing import Contents
+from .comparing import Contents, Readable
 from .dtypes import dtype_name
 from .files import LocalFiles
 from .index_reading import check_complete
@@ -122,6 +122,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
             "dtype": dtype_name(entry.dtype),
             "shape": list(entry.shape),
             "bytes": entry.num_bytes,
+            "alias_of": entry.alias_of,
             "pieces": [
                 {
                     "file": piece.file,
@@ -145,10 +146,11 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def contents_of(checkpoint: Checkpoint) -> Contents:
     """Return the contents of one of our checkpoints, which has to stay open."""
-    tensors = {
-        name: _Stored(checkpoint, name, entry.dtype, entry.shape)
-        for name, entry in checkpoint.tensors.items()
-    }
+    tensors: dict[str, Readable] = {}
+    for name, entry in checkpoint.tensors.items():
+        stored = _Stored(checkpoint, name, entry.dtype, entry.shape)
+        # Names of one tensor have one object here, by which a conversion sees that they are tied.
+        tensors[name] = tensors.get(entry.alias_of or name, stored)
     return Contents(tensors, checkpoint.plain)
 
 
