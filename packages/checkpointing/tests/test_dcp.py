@@ -22,7 +22,7 @@ from trainwright.checkpointing.errors import (
     TreeError,
     UntrustedError,
 )
-from trainwright.checkpointing.exchange import open_dcp, write_dcp
+from trainwright.checkpointing.exchange import open_dcp, write_dcp, write_huggingface
 from trainwright.checkpointing.state import Sharded
 from trainwright.checkpointing.testing.failing import FailingFiles
 from trainwright.checkpointing.testing.files import CrashingFiles, SimulatedCrash
@@ -221,6 +221,19 @@ def test_a_flipped_bit_of_a_piece_is_found_unless_asked_not_to_look(tmp_path):
         source.tensors["w"].read()
     with open_dcp(tmp_path / "c", verify=False) as source:
         assert source.tensors["w"].read()[2:].tolist() == list(range(2, 100))
+
+
+def test_a_damaged_source_leaves_no_half_written_folder(tmp_path):
+    write_dcp(tmp_path / "c", {"w": torch.arange(100.0)})
+    path = tmp_path / "c" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.arange(100.0).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    with open_dcp(tmp_path / "c") as source:
+        for write in (write_dcp, write_huggingface):
+            with pytest.raises(DamagedCheckpointError, match="checksum"):
+                write(tmp_path / "d", dict(source.tensors))
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_fill_lists_all_that_does_not_fit_and_says_what_nobody_wanted(tmp_path):

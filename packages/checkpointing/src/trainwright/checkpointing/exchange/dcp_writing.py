@@ -12,7 +12,7 @@ from typing import IO, Any, TypeVar, cast
 import attrs
 import torch
 
-from trainwright.checkpointing.errors import SaveFailedError, TreeError
+from trainwright.checkpointing.errors import CheckpointingError, SaveFailedError
 from trainwright.checkpointing.protocol import Files, Writer
 from trainwright.checkpointing.state.files import LocalFiles
 from trainwright.checkpointing.state.ranks import Ranks, attempt
@@ -83,7 +83,7 @@ class _Write:
             spans = self._agreed(lambda: self._write_own_file(plan, aside))
             all_spans = self._collect(spans)
             self._agreed(lambda: self._finish(plan, chunks, all_spans, aside))
-        except (TreeError, SaveFailedError):
+        except CheckpointingError:  # a source that is damaged, too
             if comm.rank == 0:
                 attempt(aside.discard)
             raise
