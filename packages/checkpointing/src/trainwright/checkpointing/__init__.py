@@ -38,6 +38,7 @@ from .state import (
     StoredPiece,
     TensorEntry,
     TreeError,
+    UntrustedError,
     Writer,
     open_checkpoint,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "StoredPiece",
     "TensorEntry",
     "TreeError",
+    "UntrustedError",
     "Writer",
     "capture_function_modes",
     "keep_all",

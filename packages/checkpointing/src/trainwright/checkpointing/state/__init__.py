@@ -10,6 +10,7 @@ from trainwright.checkpointing.errors import (
     NotAvailableYetError,
     SaveFailedError,
     TreeError,
+    UntrustedError,
 )
 from trainwright.checkpointing.protocol import Files, Reader, Writer
 
@@ -44,6 +45,7 @@ __all__ = [
     "StoredPiece",
     "TensorEntry",
     "TreeError",
+    "UntrustedError",
     "Writer",
     "open_checkpoint",
 ]
