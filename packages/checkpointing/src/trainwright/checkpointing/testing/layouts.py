@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from trainwright.checkpointing.state import Sharded
 from trainwright.collectives import Box, ShardSpec
 
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "ep", "tp")
 DTYPES = (
     torch.float64,
     torch.float32,
@@ -39,7 +40,7 @@ class Layout:
     """Which part of each tensor each rank holds.
 
     Args:
-        sizes: Ranks along each axis; rank = (pp * DP + dp) * TP + tp.
+        sizes: Ranks along each axis; rank = ((pp * DP + dp) * EP + ep) * TP + tp.
         specs: For each rank the specs by path; a rank need not hold every path.
     """
 
@@ -89,32 +90,36 @@ def layouts(
 ) -> Layout:
     """Draw a mesh and a cut of every tensor over it.
 
-    A tensor is on one or all pipeline stages; whole, or cut unevenly along one dim, perhaps as two
-    fused halves, over tp; whole, or in uneven ranges, over dp.
+    A tensor is on one or all pipeline stages and on one or all expert ranks (an expert with a name
+    of its own, or what all share). There it is whole, or cut unevenly along any dim, over the
+    expert ranks (experts stacked in one tensor), and besides over tp, perhaps in up to three fused
+    parts in any order; and then whole, or in uneven ranges, over dp.
     """
     mesh = st.tuples(*(st.integers(1, 3) for _ in AXES))
-    drawn = draw(mesh.filter(lambda sizes: sizes[0] * sizes[1] * sizes[2] <= max_ranks))
+    drawn = draw(mesh.filter(lambda sizes: math.prod(sizes) <= max_ranks))
     sizes = dict(zip(AXES, drawn, strict=True))
-    world = drawn[0] * drawn[1] * drawn[2]
-    specs: list[dict[str, ShardSpec]] = [{} for _ in range(world)]
+    specs: list[dict[str, ShardSpec]] = [{} for _ in range(math.prod(drawn))]
     for path, shape in of_shapes.items():
-        stage = draw(st.none() | st.integers(0, sizes["pp"] - 1))
-        cut = draw(_cuts(path, shape, sizes, everywhere=stage is None))
-        for rank in range(world):
+        only = {axis: draw(st.none() | st.integers(0, sizes[axis] - 1)) for axis in ("pp", "ep")}
+        cut = draw(_cuts(path, shape, sizes, [axis for axis in only if only[axis] is None]))
+        for rank in range(len(specs)):
             at = coordinates_of(rank, sizes)
-            if stage in (None, at["pp"]):
-                specs[rank][path] = cut[at["dp"], at["tp"]]
+            if all(place in (None, at[axis]) for axis, place in only.items()):
+                specs[rank][path] = cut[at["dp"], at["ep"], at["tp"]]
     return Layout(sizes, tuple(specs))
 
 
 def random_tensors(
-    of_shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, seed: int
+    of_shapes: Mapping[str, tuple[int, ...]],
+    dtypes: torch.dtype | Mapping[str, torch.dtype],
+    seed: int,
 ) -> dict[str, torch.Tensor]:
-    """Return tensors of random bits: every value of the dtype, NaNs too, occurs."""
+    """Return tensors of random bits, of one dtype or one a path: every value, NaNs too, occurs."""
     generator = torch.Generator().manual_seed(seed)
-    high = 2 if dtype == torch.bool else 256
     result = {}
     for path, shape in of_shapes.items():
+        dtype = dtypes if isinstance(dtypes, torch.dtype) else dtypes[path]
+        high = 2 if dtype == torch.bool else 256
         count = torch.Size(shape).numel() * dtype.itemsize
         bits = torch.randint(high, (count,), generator=generator, dtype=torch.uint8)
         result[path] = bits.view(dtype).reshape(shape)
@@ -127,34 +132,52 @@ def _cuts(
     path: str,
     shape: tuple[int, ...],
     sizes: Mapping[str, int],
-    *,
-    everywhere: bool,
-) -> dict[tuple[int, int], ShardSpec]:
-    replicated = ["pp"] if everywhere else []
-    dim = draw(st.none() | st.integers(0, len(shape) - 1)) if shape else None
-    boxes: list[list[Box]] = [[Box.full(shape)] for _ in range(sizes["tp"])]
-    if dim is None:
-        replicated.append("tp")
-    else:
-        # Two fused halves, as of [gate; up], are each cut over all ranks.
-        halves = draw(st.sampled_from([[0, shape[dim]], [0, shape[dim] // 2, shape[dim]]]))
-        boxes = [[] for _ in range(sizes["tp"])]
-        for low, high in itertools.pairwise(halves):
-            ends = draw(_ends(high - low, sizes["tp"]))
-            for tp in range(sizes["tp"]):
-                start, stop = [0] * len(shape), list(shape)
-                start[dim], stop[dim] = low + ends[tp], low + ends[tp + 1]
-                boxes[tp].append(Box(start, stop))
-    over_dp = draw(st.booleans())
-    if not over_dp:
-        replicated.append("dp")
+    everywhere: Sequence[str],
+) -> dict[tuple[int, int, int], ShardSpec]:
+    replicated = [axis for axis in everywhere if axis != "ep"]
+    dims = st.none() | st.integers(0, len(shape) - 1) if shape else st.none()
+    # Where an axis does not cut, one entry stands for all of its ranks.
+    over_ep = [[Box.full(shape)]]
+    dim = draw(dims) if "ep" in everywhere else None
+    if dim is not None:
+        over_ep = draw(_split(over_ep[0], dim, sizes["ep"], 1))
+    elif "ep" in everywhere:
+        replicated.append("ep")
+    dim, num_fused, over_dp = draw(dims), draw(st.integers(1, 3)), draw(st.booleans())
+    replicated += ["tp"] * (dim is None) + ["dp"] * (not over_dp)
+    cuts: list[list[list[ShardSpec]]] = []
+    for held in over_ep:
+        over_tp = [held] if dim is None else draw(_split(held, dim, sizes["tp"], num_fused))
+        cuts.append([])
+        for boxes in over_tp:
+            whole = ShardSpec.of_boxes(path, shape, boxes, replicated)
+            ends = draw(_ends(whole.numel, sizes["dp"])) if over_dp else [0, whole.numel]
+            cuts[-1].append([whole.narrow(*pair) for pair in itertools.pairwise(ends)])
     specs = {}
-    for tp in range(sizes["tp"]):
-        whole = ShardSpec.of_boxes(path, shape, boxes[tp], replicated)
-        ends = draw(_ends(whole.numel, sizes["dp"]))
-        for dp in range(sizes["dp"]):
-            specs[dp, tp] = whole.narrow(ends[dp], ends[dp + 1]) if over_dp else whole
+    for dp, ep, tp in itertools.product(*(range(sizes[axis]) for axis in ("dp", "ep", "tp"))):
+        over_tp_here = cuts[ep % len(cuts)]
+        over_dp_here = over_tp_here[tp % len(over_tp_here)]
+        specs[dp, ep, tp] = over_dp_here[dp % len(over_dp_here)]
     return specs
+
+
+@st.composite
+def _split(
+    draw: st.DrawFn, boxes: Sequence[Box], dim: int, parts: int, num_fused: int
+) -> list[list[Box]]:
+    """Draw a cut of boxes along ``dim``: each of ``num_fused`` layers of it over all parts."""
+    result: list[list[Box]] = [[] for _ in range(parts)]
+    for box in boxes:
+        low, high = box.start[dim], box.stop[dim]
+        layers = draw(_ends(high - low, num_fused))
+        for first, last in itertools.pairwise(layers):
+            ends = draw(_ends(last - first, parts))
+            for part in range(parts):
+                start, stop = list(box.start), list(box.stop)
+                start[dim], stop[dim] = low + first + ends[part], low + first + ends[part + 1]
+                result[part].append(Box(start, stop))
+    backwards = draw(st.booleans())
+    return [held[::-1] if backwards else held for held in result]
 
 
 @st.composite
