@@ -29,8 +29,9 @@ from .tree import Tree
 class StateStore:
     """Checkpoints of a whole training state in one folder, safe against crashes at any moment.
 
-    The state is a nested dictionary with string keys. Its leaves are `Sharded` (the ranks hold
-    parts), tensors (every rank holds the same), and plain values of JSON types. Any layout loads
+    The state is a tree of dictionaries, as state dicts are; lists that hold tensors are part of it.
+    Its leaves are `Sharded` (the ranks hold parts), tensors and numpy arrays (every rank holds the
+    same), and plain values: those of JSON, tuples, numbers of numpy, dtypes. Any layout loads
     what any other saved: ranks, mesh, cuts and ZeRO ranges may all differ.
 
     A checkpoint is a folder with a file for each rank that wrote something, in the safetensors
