@@ -1,0 +1,106 @@
+"""The three matrices of a linear layer, and which ranks hold parts of them."""
+
+# Shapes: M tokens, I in_features, O out_features.
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable
+
+import attrs
+import torch
+
+from trainwright.collectives import Communicator, ReduceOp
+from trainwright.precision.errors import PrecisionError
+
+
+class Role(enum.Enum):
+    """Which matrix of a linear layer a tensor is."""
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    GRADIENT = "gradient"
+
+
+class Along(enum.Enum):
+    """The dim over which a product sums: an operand's blocks lie along it."""
+
+    COLUMNS = "columns"
+    ROWS = "rows"
+
+
+@attrs.frozen(eq=False)
+class Cut:
+    """The ranks over which the rows and the columns of one logical matrix are cut."""
+
+    rows: tuple[Communicator, ...] = ()
+    columns: tuple[Communicator, ...] = ()
+
+    def of(self, along: Along) -> tuple[Communicator, ...]:
+        """Return the ranks over which this dim is cut."""
+        return self.columns if along is Along.COLUMNS else self.rows
+
+
+def _as_ranks(given: Communicator | Iterable[Communicator] | None) -> tuple[Communicator, ...]:
+    if given is None:
+        return ()
+    found = (given,) if isinstance(given, Communicator) else tuple(given)
+    for comm in found:
+        if not isinstance(comm, Communicator):
+            raise PrecisionError(
+                f"a dim is cut over a communicator, several of them, or None, got {comm!r}"
+            )
+    return tuple(comm for comm in found if comm.size > 1)
+
+
+@attrs.frozen(eq=False)
+class Scope:
+    """Over which ranks the three dims of a linear layer are cut; whatever is not named is whole.
+
+    A largest magnitude belongs to a logical tensor, not to the part of it that a rank holds: it is
+    the maximum over these ranks. Each dim takes one communicator, several, or None.
+
+    Args:
+        tokens: those that hold other tokens of the same sequences: cp, and sp where the layer is
+            given a part. Not dp: another microbatch is another tensor.
+        in_features: tp of a layer that is cut by its inputs.
+        out_features: tp of a layer that is cut by its outputs.
+    """
+
+    tokens: tuple[Communicator, ...] = attrs.field(default=(), converter=_as_ranks)
+    in_features: tuple[Communicator, ...] = attrs.field(default=(), converter=_as_ranks)
+    out_features: tuple[Communicator, ...] = attrs.field(default=(), converter=_as_ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that hold parts of one logical layer and its tokens."""
+        return num_parts(self.tokens + self.in_features + self.out_features)
+
+    def cut(self, role: Role) -> Cut:
+        """Return how the matrix in this role is cut."""
+        if role is Role.INPUT:
+            return Cut(self.tokens, self.in_features)
+        if role is Role.WEIGHT:
+            return Cut(self.out_features, self.in_features)
+        return Cut(self.tokens, self.out_features)
+
+
+def num_parts(comms: tuple[Communicator, ...]) -> int:
+    """Return into how many parts a dim is cut over these ranks."""
+    return math.prod(comm.size for comm in comms)
+
+
+def largest_over(amax: torch.Tensor, comms: tuple[Communicator, ...]) -> torch.Tensor:
+    """Return the maximum over the ranks, infinite where any of them is not finite.
+
+    Communicates:
+        One all-reduce of ``amax`` over each of the communicators; none without.
+    """
+    if not comms:
+        return amax
+    # NaN as infinity, which every communicator's maximum keeps.
+    whole = amax.nan_to_num(nan=torch.inf, posinf=torch.inf).contiguous()
+    for comm in comms:
+        comm.all_reduce(whole, ReduceOp.MAX).wait()
+    return whole
