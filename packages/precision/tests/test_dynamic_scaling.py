@@ -391,6 +391,7 @@ def test_a_loss_is_multiplied_by_the_scale_of_the_moment():
     for step in (overflow, clean, clean):
         step(scaler)
         scales.append(scaler.scale(one).item())
+    clean(scaler)
     scaler.update(5.0)
     state = {**scaler.state_dict(), "scale": 7.0}
     scales.append(scaler.scale(one).item())

@@ -5,7 +5,10 @@ from trainwright.precision.constant_scaling import (
     StaticLossScaler,
     UnitLossScaler,
 )
-from trainwright.precision.dynamic_scaling import DynamicLossScaler
+from trainwright.precision.dynamic_scaling import (
+    DynamicLossScaler,
+    Hysteresis,
+)
 from trainwright.precision.errors import (
     LossScaleError,
     NotAvailableError,
@@ -28,6 +31,7 @@ __all__ = [
     "AppliedPolicy",
     "DtypePolicy",
     "DynamicLossScaler",
+    "Hysteresis",
     "LossScaleError",
     "LossScaler",
     "MasterWeights",

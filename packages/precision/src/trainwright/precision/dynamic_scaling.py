@@ -16,6 +16,36 @@ from trainwright.precision.iteration import ScalerInALoop, positive_float32, to_
 from trainwright.precision.protocol import SteppableOptimizer
 
 
+@attrs.frozen
+class Hysteresis:
+    """How many overflows the scale bears before it falls.
+
+    The overflow numbered ``overflows`` lowers it, and each that follows lowers it again, until the
+    count is refilled: when the scale grows, and, with ``refills``, at every clean step.
+
+    Args:
+        overflows: at least 1, which lowers the scale at every overflow.
+        refills: False counts overflows since the scale last grew, as Megatron-LM does; DeepSpeed
+            calls True ``consecutive_hysteresis``: only overflows in a row lower the scale.
+
+    Raises:
+        PrecisionError: the number of overflows is none, or ``refills`` no bool.
+    """
+
+    overflows: int = attrs.field()
+    refills: bool = attrs.field(default=False)
+
+    @overflows.validator
+    def _check_overflows(self, _: object, value: int) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PrecisionError(f"hysteresis must be a whole number from 1, got {value!r}")
+
+    @refills.validator
+    def _check_refills(self, _: object, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise PrecisionError(f"refills must be True or False, got {value!r}")
+
+
 @final
 class DynamicLossScaler(ScalerInALoop):
     """A scale that halves when gradients overflow and doubles after a run of clean steps.
@@ -28,6 +58,8 @@ class DynamicLossScaler(ScalerInALoop):
         growth_factor: what the scale is multiplied by after ``growth_interval`` clean steps.
         backoff_factor: what it is multiplied by when a gradient is not finite.
         growth_interval: clean steps in a row that make it grow.
+        hysteresis: `Hysteresis`, or a number of overflows: the scale falls at that one and at each
+            after it, until it is refilled; 1 falls at every overflow, as torch's does.
         min_scale: falling below it is an error; 0.0 takes the bound away.
         communicator: the ranks that decide together; None where this process is alone or where
             ``unscale_`` is given a count that all ranks share.
@@ -47,13 +79,17 @@ class DynamicLossScaler(ScalerInALoop):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         *,
+        hysteresis: Hysteresis | int = 1,
         min_scale: float = 1.0,
         communicator: Communicator | None = None,
         named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
     ) -> None:
         super().__init__(init_scale, communicator, named_parameters)
-        settings = _Settings(growth_factor, backoff_factor, growth_interval)
-        self._settings = settings
+        patience = hysteresis if isinstance(hysteresis, Hysteresis) else Hysteresis(hysteresis)
+        self._settings = _Settings(
+            growth_factor, backoff_factor, growth_interval, patience.overflows, patience.refills
+        )
+        self._hysteresis_tracker = patience.overflows
         self._min_scale = min_scale
         self._growth_tracker = 0
         if not 0.0 <= min_scale <= self._scale:
@@ -76,6 +112,7 @@ class DynamicLossScaler(ScalerInALoop):
             super().update()
             return
         wanted = positive_float32("new_scale", new_scale)
+        self._check_nothing_waits()
         self._end_iteration()
         self._set_scale(wanted)
 
@@ -86,35 +123,49 @@ class DynamicLossScaler(ScalerInALoop):
             **attrs.asdict(self._settings),
             "min_scale": self._min_scale,
             "_growth_tracker": self._growth_tracker,
+            "_hysteresis_tracker": self._hysteresis_tracker,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over settings, scale and counters; the state may be one of a GradScaler's.
 
+        What such a state has not, the bound and the hysteresis, stays as this scaler was made.
+
         Raises:
             PrecisionError: an entry is missing or out of its range; nothing is changed then.
         """
-        wanted = [*(field.name for field in attrs.fields(_Settings)), "_growth_tracker"]
-        missing = [key for key in wanted if key not in state_dict]
+        own = {**attrs.asdict(self._settings), "min_scale": self._min_scale}
+        optional = {key: own[key] for key in ("hysteresis", "hysteresis_refills", "min_scale")}
+        state = {**optional, **state_dict}
+        names = [field.name for field in attrs.fields(_Settings)]
+        missing = [key for key in [*names, "_growth_tracker"] if key not in state]
         if missing:
             raise PrecisionError(f"the state of a DynamicLossScaler must hold {missing}")
-        settings = _Settings(*(state_dict[key] for key in wanted[:-1]))
-        tracker = int(state_dict["_growth_tracker"])
-        min_scale = float(state_dict.get("min_scale", self._min_scale))
-        super().load_state_dict(state_dict)
+        settings = _Settings(*(state[name] for name in names))
+        tracker = int(state["_growth_tracker"])
+        left = int(state.get("_hysteresis_tracker", settings.hysteresis))
+        min_scale = float(state["min_scale"])
+        super().load_state_dict(state)
         self._settings = settings
         self._growth_tracker = tracker
+        self._hysteresis_tracker = left
         self._min_scale = min_scale
 
     def _adjust(self, non_finite: bool, optimizers: list[SteppableOptimizer]) -> None:
         if non_finite:
             self._growth_tracker = 0
-            self._back_off(optimizers)
+            if self._hysteresis_tracker > 1:
+                self._hysteresis_tracker -= 1
+            else:
+                self._back_off(optimizers)
             return
+        if self._settings.hysteresis_refills:
+            self._hysteresis_tracker = self._settings.hysteresis
         self._growth_tracker += 1
         if self._growth_tracker < self._settings.growth_interval:
             return
         self._growth_tracker = 0
+        self._hysteresis_tracker = self._settings.hysteresis
         grown = to_float32(self._scale * self._settings.growth_factor)
         if np.isfinite(grown):
             self._set_scale(grown)
@@ -144,6 +195,11 @@ class _Settings:
     growth_factor: float = attrs.field()
     backoff_factor: float = attrs.field()
     growth_interval: int = attrs.field()
+    hysteresis: int = 1
+    hysteresis_refills: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        Hysteresis(self.hysteresis, self.hysteresis_refills)
 
     @growth_factor.validator
     def _check_growth_factor(self, _: object, value: float) -> None:

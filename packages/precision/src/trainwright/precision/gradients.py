@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
-from trainwright.precision.errors import NotAvailableError, PrecisionError
+from trainwright.precision.errors import PrecisionError
 from trainwright.precision.protocol import SteppableOptimizer
 
 
@@ -16,7 +17,7 @@ def named_gradients(
     """Yield (name, gradient values) of every parameter with a gradient, in the optimizer's order.
 
     A name comes from ``names``, else from the group's "param_names", else from its place. Of a
-    sparse gradient the stored values are yielded.
+    sparse gradient the stored values are yielded, of a DTensor this rank's part.
     """
     for number, group in enumerate(optimizer.param_groups):
         group_names = group.get("param_names")
@@ -53,7 +54,7 @@ def unscale_gradients_(
         gradients or without ``check``.
 
     Raises:
-        PrecisionError: a gradient is float16.
+        PrecisionError: a gradient is float16, or a DTensor that is not summed yet.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for name, gradient in named_gradients(optimizer, {}):
@@ -86,10 +87,45 @@ def first_non_finite(
     return None
 
 
+def refuse_lonely_decision(
+    optimizer: SteppableOptimizer, names: Mapping[torch.Tensor, str]
+) -> None:
+    """Raise if other ranks hold parts of a gradient and nobody would ask them.
+
+    Raises:
+        PrecisionError: a gradient is a DTensor over more than one rank.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is None or not _is_distributed(gradient):
+                continue
+            whole = all(placement.is_replicate() for placement in gradient.placements)
+            if whole or gradient.device_mesh.size() < 2:
+                continue
+            name = names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+            raise PrecisionError(
+                f"the gradient of {name} is a DTensor over {gradient.device_mesh.size()} ranks, "
+                "which must skip a step together; give the scaler communicator=, or unscale_() a "
+                "non_finite= that all ranks share"
+            )
+
+
+def _is_distributed(gradient: torch.Tensor) -> bool:
+    # Not by isinstance: importing torch.distributed.tensor takes longer than all of this package.
+    return hasattr(gradient, "device_mesh") and hasattr(gradient, "to_local")
+
+
 def _values(name: str, gradient: torch.Tensor) -> torch.Tensor:
-    if hasattr(gradient, "to_local"):
-        raise NotAvailableError(
-            f"the gradient of {name} is a DTensor, which is not available yet; "
-            "give the optimizer local tensors, and the scaler a communicator"
-        )
+    if _is_distributed(gradient):
+        distributed: Any = gradient
+        if any(placement.is_partial() for placement in distributed.placements):
+            raise PrecisionError(
+                f"the gradient of {name} is a DTensor with placements {distributed.placements}: "
+                "finite parts may have an infinite sum; redistribute it to Shard or Replicate "
+                "before it is unscaled"
+            )
+        local = distributed.detach().to_local()
+        # What a collective still fills is waited for, in place of its wrapper.
+        gradient = local.wait() if hasattr(local, "wait") else local
     return gradient._values() if gradient.is_sparse else gradient

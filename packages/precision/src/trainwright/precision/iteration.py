@@ -12,7 +12,7 @@ import torch
 
 from trainwright.collectives import Communicator, ReduceOp
 from trainwright.precision.errors import PrecisionError, ScalerOrderError
-from trainwright.precision.gradients import unscale_gradients_
+from trainwright.precision.gradients import refuse_lonely_decision, unscale_gradients_
 from trainwright.precision.protocol import SteppableOptimizer
 
 
@@ -48,6 +48,7 @@ class ScalerInALoop:
         self._scale_on: dict[torch.device, torch.Tensor] = {}
         self._pending: dict[int, _Pending] = {}
         self._non_finite = False
+        self._loss_waits = False
         self.num_applied = 0
         self.num_skipped = 0
 
@@ -78,6 +79,7 @@ class ScalerInALoop:
             return type(loss)(self.scale(item) for item in loss)
         if not isinstance(loss, torch.Tensor):
             raise PrecisionError(f"a loss must be a tensor, got {type(loss).__name__}")
+        self._loss_waits = True
         return self._times_scale(loss)
 
     def unscaled(self, value: torch.Tensor) -> torch.Tensor:
@@ -97,7 +99,8 @@ class ScalerInALoop:
 
         Raises:
             ScalerOrderError: the gradients have been unscaled since the last ``update``.
-            PrecisionError: a gradient is float16.
+            PrecisionError: a gradient is float16, a DTensor that is not summed yet, or one that
+                other ranks hold parts of while this scaler has no communicator.
         """
         pending = self._pending.get(id(optimizer))
         if pending is not None and pending.stage is _Stage.UNSCALED:
@@ -110,6 +113,8 @@ class ScalerInALoop:
                 "unscale_() after step(): call update() to end the iteration first"
             )
         given = non_finite is not None
+        if not given and self._communicator is None:
+            refuse_lonely_decision(optimizer, self._names)
         flags = unscale_gradients_(
             optimizer, self._scale, check=not given, allow_float16=self._allow_float16
         )
@@ -162,6 +167,7 @@ class ScalerInALoop:
         Raises:
             ScalerOrderError: nothing was unscaled or stepped in this iteration.
         """
+        self._check_nothing_waits()
         if not self._pending:
             raise ScalerOrderError("update() without step(): nothing is known of the gradients")
         self._adjust(*self._end_iteration())
@@ -193,6 +199,15 @@ class ScalerInALoop:
         self.num_skipped = int(state_dict.get("num_skipped", 0))
         self._pending.clear()
         self._non_finite = False
+        self._loss_waits = False
+
+    def _check_nothing_waits(self) -> None:
+        # A new scale now would leave gradients of this iteration under two scales.
+        if self._loss_waits and not self._pending:
+            raise ScalerOrderError(
+                "update() without step() after scale(loss): the gradients of that loss still hold "
+                "the old scale; call update() once an iteration, after step()"
+            )
 
     def _end_iteration(self) -> tuple[bool, list[SteppableOptimizer]]:
         """Count and forget the iteration; return whether it was skipped, and its optimizers."""
@@ -200,6 +215,7 @@ class ScalerInALoop:
         optimizers = [pending.optimizer for pending in self._pending.values()]
         self._pending.clear()
         self._non_finite = False
+        self._loss_waits = False
         if optimizers:
             self.num_applied += not skipped
             self.num_skipped += skipped
