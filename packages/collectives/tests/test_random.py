@@ -18,6 +18,7 @@ from trainwright.collectives.random import (
     philox_4x32_10,
     uniform,
     uniform_at,
+    words,
 )
 from trainwright.collectives.shard_spec import Box
 from trainwright.collectives.testing.random_oracle import (
@@ -28,6 +29,7 @@ from trainwright.collectives.testing.values import boxes, keys, shapes
 
 WORD = 2**32
 GOLDEN_WORDS = (2944588511, 1408809579)
+GOLDEN_WORDS_HIGH = [35513, 32348, 14859, 15195]
 GOLDEN_UNIFORM = [0.5418919482020655, 0.22674158616733397]
 GOLDEN_NORMAL = [0.18195177521259417, 1.2362014216827522]
 GOLDEN_ORDER = [4, 1, 5, 0, 3, 2, 7, 6]
@@ -43,6 +45,7 @@ def draws_of(key, shape, box=None):
         bernoulli(key, shape, 0.3, box=box),
         integers(key, shape, -5, 8, box=box),
         integers(key, shape, 0, 3 * 2**61, box=box),
+        words(key, shape, box=box),
     ]
 
 
@@ -103,6 +106,15 @@ def test_an_element_has_the_bits_that_the_documented_layout_gives_it(key, index)
     assert drawn.item() == (bits_by_the_documented_layout(key, index) >> 11) / 2**53
 
 
+@given(keys(), st.integers(0, 2**62))
+@example(Key(0, "layers.0.weight", 2**32), 2**34 + 3)
+def test_four_elements_share_a_block_where_32_bits_are_drawn(key, index):
+    drawn = words(key, (index + 1,), box=Box((index,), (index + 1,)))
+
+    joined = bits_by_the_documented_layout(key, index // 2)
+    assert drawn.item() == (joined % WORD if index % 2 else joined // WORD)
+
+
 def test_numbers_never_change_between_versions():
     key = Key(42, "model.layers.0.weight", 7)
 
@@ -110,6 +122,7 @@ def test_numbers_never_change_between_versions():
     assert uniform(key, (2,), dtype=torch.float64).tolist() == GOLDEN_UNIFORM
     assert normal(key, (2,), dtype=torch.float64).tolist() == GOLDEN_NORMAL
     assert permutation(key, 8).tolist() == GOLDEN_ORDER
+    assert (words(key, (4,)) >> 16).tolist() == GOLDEN_WORDS_HIGH
 
 
 # ---------------------------------------------------------------- by place

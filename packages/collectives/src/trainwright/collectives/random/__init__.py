@@ -12,6 +12,8 @@ Philox-4x32-10 turns a counter of four 32-bit words under a key of two into four
 - a block serves two elements: element ``i`` belongs to block ``i // 2`` and has its words 0 and 1
   where ``i`` is even, 2 and 3 where it is odd, joined (first word high) to 64 bits.
 
+`words` draws 32 bits only: element ``i`` is word ``i % 4`` of block ``i // 4``.
+
 A uniform number is the upper 53 of these bits divided by 2**53. The two normal numbers of a block
 are the Box-Muller transform of its two uniform numbers. All draws are computed in float64, from
 operations that IEEE 754 rounds correctly, and rounded to the asked dtype at the end: runs in
@@ -23,6 +25,7 @@ from .draws import bernoulli, normal, normal_at, uniform, uniform_at
 from .integers import integers, permutation
 from .key import Key
 from .philox import philox_4x32_10
+from .words import words
 
 __all__ = [
     "Key",
@@ -34,4 +37,5 @@ __all__ = [
     "philox_4x32_10",
     "uniform",
     "uniform_at",
+    "words",
 ]

@@ -10,7 +10,7 @@ from trainwright.collectives.box import Box
 from trainwright.collectives.errors import UsageError
 
 from .key import Key
-from .philox import run_rounds
+from .philox import Words, run_rounds
 from .places import Indices, walk
 
 _MASK = 0xFFFFFFFF
@@ -86,8 +86,8 @@ def to_unit(bits: torch.Tensor) -> torch.Tensor:
     return (bits >> 10).double().mul_(2.0**-53)
 
 
-def _block_bits(key: Key, blocks: torch.Tensor, attempt: int) -> Pair:
-    """Return 63 random bits for each of the two elements of each block."""
+def block_words(key: Key, blocks: torch.Tensor, attempt: int = 0) -> Words:
+    """Return the four random words of each block."""
     step_high = key.step >> 32 | attempt << _ATTEMPT_SHIFT
     counter = (
         blocks & _MASK,
@@ -95,7 +95,12 @@ def _block_bits(key: Key, blocks: torch.Tensor, attempt: int) -> Pair:
         torch.full_like(blocks, key.step & _MASK),
         torch.full_like(blocks, step_high),
     )
-    w0, w1, w2, w3 = run_rounds(counter, *key.words)
+    return run_rounds(counter, *key.words)
+
+
+def _block_bits(key: Key, blocks: torch.Tensor, attempt: int) -> Pair:
+    """Return 63 random bits for each of the two elements of each block."""
+    w0, w1, w2, w3 = block_words(key, blocks, attempt)
     return _join_words(w0, w1), _join_words(w2, w3)
 
 

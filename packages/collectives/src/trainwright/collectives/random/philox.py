@@ -49,23 +49,12 @@ def run_rounds(counter: Words, key_low: torch.Tensor | int, key_high: torch.Tens
     """Return the four output words for counters and keys that are words already."""
     c0, c1, c2, c3 = counter
     for _ in range(_ROUNDS):
-        high0, low0 = _multiply(_FACTORS[0], c0)
-        high1, low1 = _multiply(_FACTORS[1], c2)
-        c0 = high1.bitwise_xor_(c1).bitwise_xor_(key_low)
-        c2 = high0.bitwise_xor_(c3).bitwise_xor_(key_high)
-        c1, c3 = low1, low0
+        # Of two words, int64 holds the 64 bits of the product, though not their sign. What lies
+        # above a word is cut off before the next product, which is the first that sees it.
+        product0, product1 = c0 * _FACTORS[0], c2 * _FACTORS[1]
+        c0 = (product1 >> 32).bitwise_xor_(c1).bitwise_xor_(key_low).bitwise_and_(_MASK)
+        c2 = (product0 >> 32).bitwise_xor_(c3).bitwise_xor_(key_high).bitwise_and_(_MASK)
+        c1, c3 = product1, product0
         key_low = (key_low + _KEY_STEPS[0]) & _MASK
         key_high = (key_high + _KEY_STEPS[1]) & _MASK
-    return c0, c1, c2, c3
-
-
-def _multiply(factor: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the high and low 32 bits of ``factor * word``.
-
-    The product of two words may exceed int64: the factor's halves are multiplied apart, so that
-    every intermediate value is below 2**49.
-    """
-    bottom = word * (factor & 0xFFFF)
-    middle = (word * (factor >> 16)).add_(bottom >> 16)
-    low = (middle & 0xFFFF).bitwise_left_shift_(16).bitwise_or_(bottom.bitwise_and_(0xFFFF))
-    return middle.bitwise_right_shift_(16), low
+    return c0, c1.bitwise_and_(_MASK), c2, c3.bitwise_and_(_MASK)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 import attrs
 import torch
 
 from trainwright.collectives import Box
-from trainwright.collectives.random import Key, uniform, uniform_at
+from trainwright.collectives.random import Key, words
 from trainwright.precision.errors import PrecisionError
 
 _DRAWN_BITS = 53
+_WORD_BITS = 32
+# Ends the name under which the lower bits are drawn.
+_LOW = "/low"
 
 
 class Rounding(Protocol):
@@ -106,12 +108,28 @@ class Stochastic:
 
     def __call__(self, significand: torch.Tensor, shift: torch.Tensor, first: int) -> torch.Tensor:
         """Return what `by_draws` makes of the draws of these places."""
-        where = self.start + first
-        unit = self._uniform(where, where + significand.numel(), significand.device)
-        return by_draws(significand, shift, unit.mul_(2.0**_DRAWN_BITS).long())
+        stop = first + significand.numel()
+        draws = self.words(first, stop, significand.device) << (_DRAWN_BITS - _WORD_BITS)
+        # Of the draws, as many high bits count as go: only few numbers, or wide ones, need more.
+        on_cpu = significand.device.type == "cpu"
+        if stop > first and not (on_cpu and int(shift.max()) <= _WORD_BITS):
+            low = attrs.evolve(self, key=attrs.evolve(self.key, name=self.key.name + _LOW))
+            more = low.words(first, stop, significand.device)
+            draws |= more >> (2 * _WORD_BITS - _DRAWN_BITS)
+        return by_draws(significand, shift, draws)
 
-    def _uniform(self, first: int, stop: int, device: torch.device) -> torch.Tensor:
-        """Return the float64 numbers of a range of the box."""
+    def words(self, first: int, stop: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return the high 32 of the 53 bits that are drawn for a range of the elements here.
+
+        Args:
+            first: of the range, counted from ``start``.
+            stop: one past its last.
+            device: where to compute and return them.
+
+        Returns:
+            Flat int64.
+        """
+        first, stop = self.start + first, self.start + stop
         part = Box.full(self.shape) if self.box is None and self.shape is not None else self.box
         if part is None:
             part = Box((0,), (stop,))
@@ -119,26 +137,13 @@ class Stochastic:
             raise PrecisionError(
                 f"elements {first} to {stop - 1} are rounded, but {part} has only {part.numel}"
             )
-        if part.shape[1:] == (self.shape or part.shape)[1:]:
-            offset = (part.start[0] if part.start else 0) * math.prod(part.shape[1:])
-            run = Box((offset + first,), (offset + stop,))
-            return uniform(self.key, run.stop, box=run, dtype=torch.float64, device=device)
-        places = _places(part, self.shape or part.shape, first, stop, device)
-        return uniform_at(self.key, places, dtype=torch.float64)
-
-
-def _places(
-    box: Box, shape: tuple[int, ...], first: int, stop: int, device: torch.device
-) -> torch.Tensor:
-    """Return the global row-major positions of a range of a box's elements."""
-    rest = torch.arange(first, stop, device=device)
-    places = torch.zeros_like(rest)
-    stride = 1
-    for begin, extent, size in reversed(list(zip(box.start, box.shape, shape, strict=True))):
-        places += (rest % extent + begin) * stride
-        rest = rest // extent
-        stride *= size
-    return places
+        shape = self.shape or part.stop
+        runs = [
+            words(self.key, shape, box=run, device=device).view(-1) for run in part.cut(first, stop)
+        ]
+        if len(runs) == 1:
+            return runs[0]
+        return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *runs])
 
 
 def _within_width(significand: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
