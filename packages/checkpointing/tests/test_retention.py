@@ -158,6 +158,14 @@ def test_a_step_saved_again_counts_as_new_and_the_newer_one_is_loaded():
     assert _loaded(store, 1) == 11
 
 
+def test_of_a_protected_step_that_was_saved_again_only_the_newer_one_stays(tmp_path):
+    store = StateStore(tmp_path, keep=Retention(last=1, every=2))
+    for step, value in ((2, 1), (2, 2), (3, 3), (3, 4), (5, 5)):
+        store.save(step, _state(value), protect=[3])
+    assert len(list(tmp_path.glob("step-*"))) == 3
+    assert [_loaded(store, step) for step in (2, 3, 5)] == [2, 4, 5]
+
+
 def test_a_run_without_checkpoints_is_told_whose_there_are():
     files = CrashingFiles()
     _store(files, run="a").save(7, _state(7))
