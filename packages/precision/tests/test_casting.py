@@ -228,7 +228,7 @@ def test_keyword_inputs_are_cast_too():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
+            self.weight = nn.Parameter(torch.ones(1, 2))
 
         def forward(self, *, x):
             self.seen = x.dtype

@@ -94,6 +94,9 @@ def test_one_pattern_for_a_sequence_of_patterns_is_refused():
     ("name", "error", "message"),
     [
         ("bfloat61", PrecisionError, "did you mean 'bfloat16'"),
+        ("fp16", PrecisionError, "'fp16' is spelled 'float16'"),
+        ("bf16", PrecisionError, "'bf16' is spelled 'bfloat16'"),
+        ("fp32", PrecisionError, "'fp32' is spelled 'float32'"),
         ("fp8-delayed", NotAvailableError, "not available yet"),
     ],
 )

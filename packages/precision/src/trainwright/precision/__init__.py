@@ -15,7 +15,16 @@ from trainwright.precision.errors import (
     PrecisionError,
     ScalerOrderError,
 )
+from trainwright.precision.kinds import (
+    KINDS,
+    ModuleKind,
+)
 from trainwright.precision.master import MasterWeights
+from trainwright.precision.moments import (
+    BFloat16Moments,
+    BlockMoments,
+    Moments,
+)
 from trainwright.precision.policy import (
     PRESETS,
     DtypePolicy,
@@ -27,14 +36,19 @@ from trainwright.precision.protocol import (
 )
 
 __all__ = [
+    "KINDS",
     "PRESETS",
     "AppliedPolicy",
+    "BFloat16Moments",
+    "BlockMoments",
     "DtypePolicy",
     "DynamicLossScaler",
     "Hysteresis",
     "LossScaleError",
     "LossScaler",
     "MasterWeights",
+    "Moments",
+    "ModuleKind",
     "NotAvailableError",
     "PrecisionError",
     "ScalerOrderError",

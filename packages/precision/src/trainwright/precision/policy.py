@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trainwright.precision.errors import NotAvailableError, PrecisionError
+from trainwright.precision.kinds import KINDS, ModuleKind
 
 if TYPE_CHECKING:
     from trainwright.precision.casting import AppliedPolicy
@@ -26,6 +27,16 @@ PRESETS = {
     "float16": (torch.float16, torch.float32),
 }
 """Name of a preset: (dtype of parameters and products, dtype of reductions and output)."""
+
+_ALIASES = {
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+}
 
 _FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -47,12 +58,20 @@ def _pattern_tuple(patterns: Iterable[Pattern]) -> tuple[Pattern, ...]:
     return tuple(patterns)
 
 
+def _kind_tuple(kinds: Iterable[ModuleKind]) -> tuple[ModuleKind, ...]:
+    return tuple(kinds)
+
+
+def _show_kinds(kinds: tuple[ModuleKind, ...]) -> str:
+    return f"({', '.join(getattr(kind, '__name__', repr(kind)) for kind in kinds)})"
+
+
 @attrs.frozen
 class DtypePolicy:
     """The dtypes of one training run.
 
-    The policy's own dtypes are a request and are applied as they stand. What matches ``keep_fp32``
-    is only ever raised: it gets at least float32, and a float64 parameter stays float64.
+    The policy's own dtypes are a request and are applied as they stand. What is kept, by name or by
+    kind, is only ever raised: it gets at least float32, and a float64 parameter stays float64.
 
     Args:
         parameter: dtype in which a module keeps its weights.
@@ -62,6 +81,9 @@ class DtypePolicy:
         keep_fp32: names of parameters that stay in at least float32; a string is matched by
             ``fnmatch`` against the whole dotted name (``*`` crosses dots), a compiled regular
             expression by ``fullmatch``.
+        keep_kinds: kinds of modules that `apply` keeps in at least float32: norms, softmax, losses
+            and routers, found by structure; any function from a model to some of its modules is a
+            kind. Rules by name, such as `parameter_dtype`, see no modules and leave it out.
 
     Raises:
         PrecisionError: a dtype is not a floating-point format of this package.
@@ -72,6 +94,9 @@ class DtypePolicy:
     reduce: torch.dtype = attrs.field(validator=_check_dtype)
     output: torch.dtype = attrs.field(validator=_check_dtype)
     keep_fp32: tuple[Pattern, ...] = attrs.field(default=(), converter=_pattern_tuple)
+    keep_kinds: tuple[ModuleKind, ...] = attrs.field(
+        default=KINDS, converter=_kind_tuple, repr=_show_kinds
+    )
 
     def keeps(self, name: str) -> bool:
         """Say whether the parameter called ``name`` stays in at least float32."""
@@ -88,7 +113,7 @@ class DtypePolicy:
         return self.raised(parameter.dtype) if self.keeps(name) else self.parameter
 
     def compute_dtype(self, name: str, parameter: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which this parameter enters products."""
+        """Return the dtype in which this parameter enters products, by its name."""
         if not parameter.is_floating_point():
             return parameter.dtype
         return self.raised(parameter.dtype) if self.keeps(name) else self.compute
@@ -125,21 +150,46 @@ class DtypePolicy:
 
         return apply_policy(self, module)
 
+    def autocast(self, device_type: str = "cpu") -> torch.autocast:
+        """Return a ``torch.autocast`` in ``compute`` that keeps no copies of weights.
 
-def policy(name: str, *, keep_fp32: Iterable[Pattern] = ()) -> DtypePolicy:
+        PyTorch's own keeps the 16-bit copy of a weight to the end of the region, also where the
+        weight changes within: it then computes with the old one. Here each product casts anew, so
+        that a region may span optimizer steps. With 32 and 64 bits it turns an outer one off. What
+        stays wide is what PyTorch lists; use `apply`, alone or inside, for what the policy keeps.
+
+        Args:
+            device_type: such as "cpu" or "cuda".
+        """
+        narrow = self.compute.itemsize == 2
+        dtype = self.compute if narrow else None
+        return torch.autocast(device_type, dtype=dtype, enabled=narrow, cache_enabled=False)
+
+
+def policy(
+    name: str,
+    *,
+    keep_fp32: Iterable[Pattern] = (),
+    keep_kinds: Iterable[ModuleKind] = KINDS,
+) -> DtypePolicy:
     """Return the preset called ``name``.
 
     Args:
         name: "float32", "float64", "bfloat16" or "float16". The 16-bit presets reduce and return
             in float32.
         keep_fp32: patterns of parameters that stay in at least float32.
+        keep_kinds: kinds of modules that do, when the policy is applied to a module.
 
     Raises:
-        PrecisionError: no preset has that name.
+        PrecisionError: no preset has that name; each has one, spelled as torch's dtype.
     """
     if name in PRESETS:
         narrow, wide = PRESETS[name]
-        return DtypePolicy(narrow, narrow, wide, wide, _pattern_tuple(keep_fp32))
+        return DtypePolicy(
+            narrow, narrow, wide, wide, _pattern_tuple(keep_fp32), _kind_tuple(keep_kinds)
+        )
+    if name in _ALIASES:
+        raise PrecisionError(f"preset {name!r} is spelled {_ALIASES[name]!r}")
     if "8" in name:
         raise NotAvailableError(f"preset {name!r} is not available yet; use {', '.join(PRESETS)}")
     near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)
