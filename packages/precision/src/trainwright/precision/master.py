@@ -8,7 +8,9 @@ from typing import Any, Never
 
 import torch
 
+from trainwright.precision.bundles import BundledStep, unpack
 from trainwright.precision.errors import NotAvailableError, PrecisionError
+from trainwright.precision.moments import Moments
 from trainwright.precision.passing import Comparison, OnePass
 
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
@@ -35,10 +37,15 @@ class MasterWeights(torch.optim.Optimizer):
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``.
         originals: parameter name to its values before rounding, as `AppliedPolicy` has them; the
             masters start from these. Without, they start from the rounded weights.
+        moments: how state tensors shaped like their parameter are kept between steps, such as
+            `BFloat16Moments()` or `BlockMoments()`; None: as the optimizer has them, in float32.
+            The optimizer is then stepped a bundle of parameters at a time, so that its ``step`` is
+            called several times a step, and ``state`` shows moments as they are kept.
 
     Raises:
         PrecisionError: parameters without names, or an original that is not what the weight was
             rounded from.
+        NotAvailableError: moments are to be kept of an optimizer that couples parameters.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class MasterWeights(torch.optim.Optimizer):
         factory: OptimizerFactory,
         *,
         originals: Mapping[str, torch.Tensor] | None = None,
+        moments: Moments | None = None,
     ) -> None:
         groups = _named_groups(parameters)
         self._names = [name for group in groups for name, _ in group["params"]]
@@ -58,8 +66,11 @@ class MasterWeights(torch.optim.Optimizer):
         self._narrow = [i for i, w in enumerate(self._weights) if w is not self._masters[i]]
         self._inner = factory(self._groups_of_masters(groups))
         self._comparison = Comparison()
-        self._one_pass = None
-        if OnePass.fits(self._inner, self._weights):
+        self._one_pass = self._bundled = None
+        if moments is not None:
+            names = dict(zip(self._masters, self._names, strict=True))
+            self._bundled = BundledStep(self._inner, names, moments)
+        elif OnePass.fits(self._inner, self._weights):
             held = self._inner, self._weights, self._masters
             self._one_pass = OnePass(*held, self._comparison)
         self._sealed = False
@@ -83,7 +94,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._masters[index].grad = self._gradient(index)
         if self._one_pass is None or not self._one_pass.step():
             self._take_over_changes()
-            self._inner.step()
+            self._step_inner()
             self._publish()
         for index in self._narrow:
             self._masters[index].grad = None
@@ -96,25 +107,36 @@ class MasterWeights(torch.optim.Optimizer):
         Returns:
             "state" and "param_groups" as in torch, for the FP32 optimizer; "masters": name to
             float32 tensor, for the parameters whose master is not the weight itself. The tensors
-            are the live ones, as in torch.
+            are the live ones, as in torch. Moments that are not kept in float32 are dicts with
+            "format" and "codes", and "scales" and "block" where there are blocks; "updates" then
+            counts the steps.
         """
         self._take_over_changes()
         self._copy_options(self.param_groups, self._inner.param_groups)
         masters = {self._names[i]: self._masters[i].detach() for i in self._narrow}
-        return {**self._inner.state_dict(), "masters": masters}
+        source = self._inner if self._bundled is None else self._bundled
+        return {**source.state_dict(), "masters": masters}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over moments, options and masters, and round the masters into the model.
 
         No step is run, so nothing else moves; model and optimizer may be loaded in either order.
+        Moments may have been kept in another form; those of the own form are taken bit for bit.
 
         Raises:
             PrecisionError: masters or names do not fit; nothing is changed then.
         """
         masters = self._checked_masters(state_dict)
         inner = {key: value for key, value in state_dict.items() if key != "masters"}
-        self._inner.load_state_dict(inner)
+        if self._bundled is not None:
+            self._bundled.load_state_dict(inner)
+        else:
+            order = [n for group in inner["param_groups"] for n in group["params"]]
+            names = dict(zip(self._masters, self._names, strict=True))
+            plain, _ = unpack(inner, order, self._masters, names, None)
+            groups = inner["param_groups"]
+            self._inner.load_state_dict({"state": plain, "param_groups": groups})
         for index in self._narrow:
             self._masters[index].copy_(masters[self._names[index]])
         self._copy_options(self._inner.param_groups, self.param_groups)
@@ -150,6 +172,13 @@ class MasterWeights(torch.optim.Optimizer):
             )
         return gradient
 
+    def _step_inner(self) -> None:
+        if self._bundled is None:
+            self._inner.step()
+            return
+        graded = [master for master in self._masters if master.grad is not None]
+        self._bundled.step(graded, lambda bundle: None, lambda bundle: None)
+
     def _take_over_changes(self) -> None:
         """Where the model's weight is no longer the rounded master, take the weight."""
         for index in self._narrow:
@@ -171,8 +200,10 @@ class MasterWeights(torch.optim.Optimizer):
         # The same dicts under the model's parameters, for tools that look moments up there.
         self.state.clear()
         for weight, master in zip(self._weights, self._masters, strict=True):
-            if master in self._inner.state:
+            if master in self._inner.state and self._bundled is None:
                 self.state[weight] = self._inner.state[master]
+            elif master in self._inner.state and self._bundled is not None:
+                self.state[weight] = self._bundled.shown(master)
 
     def _checked_masters(self, state_dict: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
         if "masters" not in state_dict:

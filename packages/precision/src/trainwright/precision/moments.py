@@ -1,0 +1,229 @@
+"""Forms in which an optimizer's moments are kept between steps: BF16, or eight bits in blocks.
+
+A moment that moves by a thousandth a step would stand still if it were rounded to the nearest of so
+few numbers. Here it is rounded up with the probability that keeps its expected value, by draws of
+a table that every parameter and step enters at a place of its own.
+
+A tensor without negative values, as of second moments, needs no sign: its eight bits are five of
+exponent and three of mantissa, so that squares, too, reach down to 2**-34 of the largest of a
+block. A positive value never becomes zero: a gradient's average would be divided by epsilon alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import attrs
+import torch
+
+from trainwright.collectives.random import Key, permutation
+from trainwright.precision.errors import PrecisionError
+from trainwright.precision.formats import E4M3, NumberFormat, Specials, scale_from_amax
+
+E5M3 = NumberFormat("E5M3", 5, 3, 15, Specials.NONE)
+"""Of its nine bits, those without the sign are kept."""
+
+_PIECE = 1 << 16
+_DRAWS = 1 << 16
+_MANTISSA_BITS = 23
+_FORMATS = {"e4m3": E4M3, "e5m3": E5M3}
+# A moment as it is kept: the name of its format, its codes, and scales and block where it has some.
+Kept = dict[str, Any]
+
+
+@attrs.frozen
+class Place:
+    """Which moment is encoded: all ranks with the same place and values get the same codes."""
+
+    parameter: str
+    moment: str
+    update: int
+
+
+class Dither:
+    """Draws of 16 bits, each equally often in a table, which is entered at drawn places."""
+
+    def __init__(self, device: torch.device) -> None:
+        order = permutation(Key(0, "moments"), _DRAWS).to(device, torch.int32)
+        self._table = torch.cat((order, order[:_PIECE]))
+
+    def pieces(self, numel: int, place: Place) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield ranges of elements, and their draws."""
+        for first in range(0, numel, _PIECE):
+            text = f"{place.parameter}/{place.moment}/{place.update}/{first}"
+            digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=2).digest()
+            start = int.from_bytes(digest, "little")
+            last = min(first + _PIECE, numel)
+            yield slice(first, last), self._table[start : start + last - first]
+
+
+class Moments(Protocol):
+    """Says how state tensors shaped like their parameter are kept between steps.
+
+    Laws: the expected value of what `decode_moment` gives is the value encoded, but for what is
+    positive and below the smallest number of a tensor without negative ones, which becomes that
+    number; numbers of the form come back as they were; what is not finite never becomes finite.
+    """
+
+    def keeps(self, moment: torch.Tensor) -> bool:
+        """Whether a float32 state tensor is kept in this form; else it stays as it is."""
+        ...
+
+    def has_form(self, kept: Mapping[str, Any]) -> bool:
+        """Whether a kept moment is of this form."""
+        ...
+
+    def encode(self, moment: torch.Tensor, draws: Dither, place: Place) -> Kept:
+        """Return the moment as it is kept: "format" and "codes", and what belongs to these."""
+        ...
+
+
+@attrs.frozen
+class BFloat16Moments:
+    """Two bytes an element: eight significant bits, the range of float32."""
+
+    def keeps(self, moment: torch.Tensor) -> bool:
+        """Whether it has elements, rather than being a number such as a count of steps."""
+        return moment.ndim > 0
+
+    def has_form(self, kept: Mapping[str, Any]) -> bool:
+        """Whether it is BF16."""
+        return bool(kept["format"] == "bfloat16")
+
+    def encode(self, moment: torch.Tensor, draws: Dither, place: Place) -> Kept:
+        """Return the moment rounded."""
+        flat = moment.detach().reshape(-1)
+        rounded = torch.empty_like(flat, dtype=torch.bfloat16)
+        unsigned = _has_no_negative(flat)
+        for where, drawn in draws.pieces(flat.numel(), place):
+            rounded[where] = round_to_bfloat16(flat[where], drawn)
+            if unsigned:
+                tiny = torch.finfo(torch.bfloat16).smallest_normal * 2.0**-7
+                rounded[where].masked_fill_((flat[where] > 0) & (rounded[where] == 0), tiny)
+        return {"format": "bfloat16", "codes": rounded.view(moment.shape)}
+
+
+@attrs.frozen
+class BlockMoments:
+    """A byte an element and a float32 power of two a block: ``1 + 4 / block`` bytes an element.
+
+    Four significant bits: E4M3, or E5M3 without sign where no value is negative. A scale that is a
+    power of two leaves all numbers of a block where they are when its largest one changes.
+
+    Args:
+        block: elements, in row-major order, that share a scale.
+        min_numel: tensors with fewer elements, such as those of norms and biases, stay float32.
+
+    Raises:
+        PrecisionError: a number is below 1, or ``block`` no divisor of 65536.
+    """
+
+    block: int = 256
+    min_numel: int = 4096
+
+    def __attrs_post_init__(self) -> None:
+        if self.min_numel < 1 or self.block < 1 or _PIECE % self.block:
+            raise PrecisionError(
+                f"BlockMoments needs a power of two up to {_PIECE} as block and min_numel of at "
+                f"least 1, got {self.block} and {self.min_numel}; 256 and 4096 are usual"
+            )
+
+    def keeps(self, moment: torch.Tensor) -> bool:
+        """Whether it has enough elements."""
+        return moment.ndim > 0 and moment.numel() >= self.min_numel
+
+    def has_form(self, kept: Mapping[str, Any]) -> bool:
+        """Whether it has blocks of this size."""
+        return kept["format"] in _FORMATS and kept["block"] == self.block
+
+    def encode(self, moment: torch.Tensor, draws: Dither, place: Place) -> Kept:
+        """Return codes and scales."""
+        flat = moment.detach().reshape(-1)
+        name = "e5m3" if _has_no_negative(flat) else "e4m3"
+        codes = torch.empty_like(flat, dtype=torch.uint8)
+        scales = flat.new_empty(-(-flat.numel() // self.block))
+        for where, drawn in draws.pieces(flat.numel(), place):
+            blocks = slice(where.start // self.block, -(-where.stop // self.block))
+            found, multipliers = _encode_blocks(flat[where], drawn, _FORMATS[name], self.block)
+            codes[where] = found
+            scales[blocks] = multipliers.reciprocal_()
+        shaped = codes.view(moment.shape)
+        return {"format": name, "codes": shaped, "scales": scales, "block": self.block}
+
+
+def decode_moment(kept: Mapping[str, Any], out: torch.Tensor) -> None:
+    """Write a moment that is kept in any of the forms to a contiguous float32 tensor."""
+    codes, target = kept["codes"].reshape(-1), out.view(-1)
+    if kept["format"] == "bfloat16":
+        target.copy_(codes)
+        return
+    scales, block = kept["scales"], kept["block"]
+    table = _FORMATS[kept["format"]].code_points(dtype=torch.float32)[:256].to(out.device)
+    for first in range(0, codes.numel(), _PIECE):
+        part = target[first : first + _PIECE]
+        torch.index_select(table, 0, codes[first : first + _PIECE].int(), out=part)
+        whole = part.numel() // block
+        at = first // block
+        part[: whole * block].view(whole, block).mul_(scales[at : at + whole, None])
+        if part.numel() % block:
+            part[whole * block :].mul_(scales[at + whole])
+
+
+def check_kept(name: str, key: str, kept: Mapping[str, Any], shape: torch.Size) -> None:
+    """Raise PrecisionError unless a kept moment is one of a tensor of ``shape``."""
+    known = kept.get("format") == "bfloat16" or kept.get("format") in _FORMATS
+    codes = kept.get("codes")
+    if not known or not isinstance(codes, torch.Tensor) or codes.shape != shape:
+        found = tuple(codes.shape) if isinstance(codes, torch.Tensor) else None
+        raise PrecisionError(
+            f"{key} of {name} must be codes of bfloat16, e4m3 or e5m3 of shape {tuple(shape)}, got "
+            f"{kept.get('format')!r} of shape {found}"
+        )
+
+
+def round_to_bfloat16(values: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Return float32 values of one dim in BF16, up where the dropped bits and draws carry.
+
+    Args:
+        values: contiguous.
+        draws: int32, 0 to 2**16 - 1.
+    """
+    bits = values.view(torch.int32) + draws
+    rounded = (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    lost = values.isnan()
+    # A NaN of many ones would carry into the sign; on a CPU a look is cheaper than a mask.
+    if values.device.type != "cpu" or bool(lost.any()):
+        rounded.masked_fill_(lost, torch.nan)
+    return rounded
+
+
+def _has_no_negative(values: torch.Tensor) -> bool:
+    return values.numel() > 0 and bool(values.amin() >= 0)
+
+
+def _encode_blocks(
+    values: torch.Tensor, draws: torch.Tensor, format: NumberFormat, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes, and what each block was multiplied by."""
+    numel = values.numel()
+    rows = values.new_zeros((-(-numel // block), block))
+    scaled = rows.view(-1)[:numel]
+    torch.abs(values, out=scaled)
+    multipliers = scale_from_amax(rows.amax(1), format, power_of_two=True)
+    rows.mul_(multipliers[:, None])
+    # Below its normal numbers a format has the spacing of the first exponent; as float32 has it
+    # one exponent long, so with the first normal number added.
+    small = scaled < format.min_normal
+    scaled.add_(small, alpha=format.min_normal)
+    dropped = _MANTISSA_BITS - format.mantissa_bits
+    bits = scaled.view(torch.int32)
+    bits.add_(draws, alpha=1 << (dropped - 16)).bitwise_right_shift_(dropped)
+    bits.sub_((127 - format.bias) << format.mantissa_bits)
+    bits.add_(small, alpha=-1 << format.mantissa_bits).clamp_(0, format.max_code)
+    if format is E5M3:
+        codes = torch.maximum(bits, (values > 0).int())
+    else:
+        codes = bits.add_(values < 0, alpha=1 << (format.bits - 1))
+    return codes.to(torch.uint8), multipliers
