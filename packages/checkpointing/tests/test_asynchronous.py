@@ -240,17 +240,26 @@ def test_states_that_differ_between_ranks_are_told_at_the_next_call():
 
 
 def test_a_rank_that_ends_in_the_background_takes_the_others_along():
-    files = CrashingFiles()
+    files, heard, told = CrashingFiles(), [], threading.Event()
 
     def train(comm):
         own = CrashingFiles(crash_after=0) if comm.rank == 1 else files
         spec = ShardSpec.full("w", (4,)).narrow(2 * comm.rank, 2 * comm.rank + 2)
-        store = StateStore(ROOT, comm, files=own)
-        store.save(1, {"w": Sharded(torch.ones(2), spec)}, asynchronous=True)
-        store.close()
+        store = StateStore(ROOT, comm, files=own, timeout_s=5)
+        pending = store.save(1, {"w": Sharded(torch.ones(2), spec)}, asynchronous=True)
+        if comm.rank == 1:  # which goes on computing
+            assert told.wait(20)
+        try:
+            pending.wait()
+        except BaseException as error:
+            heard.append((comm.rank, type(error)))
+            raise
+        finally:
+            told.set()
 
     with pytest.raises((SimulatedCrash, PeerFailedError)):
         LocalWorld(2).run(train)
+    assert heard[0] == (0, PeerFailedError)
     assert StateStore(ROOT, files=files).latest() is None
 
 
