@@ -21,6 +21,7 @@ from .protocol import Multipliers
 from .roles import Along, Role
 
 Gradients = tuple[torch.Tensor | None, ...]
+Saved = tuple[Any, ...]
 
 
 class Float8Linear(nn.Linear):
@@ -90,6 +91,9 @@ def multiply_float8(
     dtype = input.dtype
     if torch.is_autocast_enabled(kind) and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(kind)
+    if not torch.is_grad_enabled():
+        # Autograd says of a parameter that it needs a gradient even then.
+        input, weight = input.detach(), weight.detach()
     args = (input, weight, bias, bound, records, dtype)
     tensors = [given for given in args if isinstance(given, torch.Tensor)]
     # So that a schedule that takes backwards apart sees it, which costs nothing where none is.
@@ -143,8 +147,11 @@ class _Product(torch.autograd.Function):
             first = _quantize_gradient(ctx, matrix_MO, Along.COLUMNS, of_gradient)
         if ctx.needs_input_grad[1]:
             second = turned(first) if first is not None and ctx.bound.recipe.turns else None
-        given = None if first is None else _input_gradient(ctx, first)
-        return given, *_own_gradients(ctx, matrix_MO, of_gradient, second), None, None, None
+        # Read once: checkpoints recompute what is read, and refuse to do it again.
+        saved = ctx.saved_tensors
+        given = None if first is None else _input_gradient(ctx, first, saved)
+        own = _own_gradients(ctx, matrix_MO, second, saved, of_gradient)
+        return given, *own, None, None, None
 
     @staticmethod
     def input_gradient(ctx: Any, gradient: torch.Tensor) -> Gradients:
@@ -154,13 +161,13 @@ class _Product(torch.autograd.Function):
         given = None
         if ctx.needs_input_grad[0]:
             first = _quantize_gradient(ctx, matrix_MO, Along.COLUMNS, ctx.of_gradient)
-            given = _input_gradient(ctx, first)
+            given = _input_gradient(ctx, first, ctx.saved_tensors)
         return given, None, None, None, None, None
 
     @staticmethod
     def weight_gradient(ctx: Any, gradient: torch.Tensor) -> Gradients:
         """Return the gradients of weight and bias; communicates nothing."""
-        return _own_gradients(ctx, as_matrix(gradient), ctx.of_gradient, None)
+        return _own_gradients(ctx, as_matrix(gradient), None, ctx.saved_tensors, ctx.of_gradient)
 
 
 def _wanted(both: bool) -> tuple[Along, ...]:
@@ -200,8 +207,8 @@ def _quantize_gradient(
     return bound.quantize(matrix_MO, Role.GRADIENT, along, of_gradient)
 
 
-def _input_gradient(ctx: Any, first: BlockQuantized) -> torch.Tensor:
-    weight, multiplier, *_ = ctx.saved_tensors
+def _input_gradient(ctx: Any, first: BlockQuantized, saved: Saved) -> torch.Tensor:
+    weight, multiplier, *_ = saved
     known = {} if multiplier is None else {Along.ROWS: multiplier}
     second = ctx.bound.quantize(weight, Role.WEIGHT, Along.ROWS, known)
     return products.scaled_product(first, second, ctx.dtypes[0]).view(ctx.shape)
@@ -210,14 +217,16 @@ def _input_gradient(ctx: Any, first: BlockQuantized) -> torch.Tensor:
 def _own_gradients(
     ctx: Any,
     matrix_MO: torch.Tensor,
-    of_gradient: Multipliers,
     first: BlockQuantized | None,
+    saved: Saved,
+    of_gradient: Multipliers,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of weight and bias; the gradient is quantised unless it is known."""
     of_weight = None
     if ctx.needs_input_grad[1]:
         if first is None:
             first = _quantize_gradient(ctx, matrix_MO, Along.ROWS, of_gradient)
-        *_, codes, scales = ctx.saved_tensors
+        *_, codes, scales = saved
         kept = BlockQuantized(codes, scales, *ctx.kept)
         of_weight = products.scaled_product(first, kept, ctx.dtypes[1])
     return of_weight, matrix_MO.sum(0) if ctx.needs_input_grad[2] else None

@@ -44,13 +44,15 @@ def encode_rows(
         format: of the codes.
     """
     values_NK = as_operand(matrix_RC, along)
-    codes_NK = encode_scaled(values_NK, multiplier, format)
     rows, cols = (max(1, size) for size in values_NK.shape)
     block = (rows, cols) if multiplier.ndim == 0 else (1, cols)
     scales = multiplier.reciprocal().reshape(-1, 1)
     if values_NK.numel() == 0:
-        # No block, as the shape of an empty matrix has it.
-        scales = scales[: values_NK.shape[0], : values_NK.shape[1]]
+        # An empty matrix has no block.
+        codes_NK = torch.empty(values_NK.shape, dtype=torch.uint8, device=values_NK.device)
+        none = scales[: values_NK.shape[0], : values_NK.shape[1]]
+        return BlockQuantized(codes_NK, none, format, block)
+    codes_NK = encode_scaled(values_NK, multiplier, format)
     return BlockQuantized(codes_NK, scales, format, block)
 
 

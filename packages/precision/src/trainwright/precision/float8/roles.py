@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -42,16 +42,16 @@ class Cut:
         return self.columns if along is Along.COLUMNS else self.rows
 
 
-def _as_ranks(given: Communicator | Iterable[Communicator] | None) -> tuple[Communicator, ...]:
+def _as_ranks(given: Communicator | Sequence[Communicator] | None) -> tuple[Communicator, ...]:
     if given is None:
         return ()
-    found = (given,) if isinstance(given, Communicator) else tuple(given)
+    found = tuple(given) if isinstance(given, list | tuple) else (given,)
     for comm in found:
         if not isinstance(comm, Communicator):
             raise PrecisionError(
                 f"a dim is cut over a communicator, several of them, or None, got {comm!r}"
             )
-    return tuple(comm for comm in found if comm.size > 1)
+    return tuple(comm for comm in found if isinstance(comm, Communicator) and comm.size > 1)
 
 
 @attrs.frozen(eq=False)
