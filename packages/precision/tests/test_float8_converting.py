@@ -272,7 +272,7 @@ def train(recipe, steps=30):
     generator = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(steps):
-        symbols = torch.randint(11, (4, 16), generator=generator)
+        symbols = torch.randint(11, (2, 16), generator=generator)
         labels = (symbols + 3 * symbols.div(2, rounding_mode="floor")) % 11
         loss = nn.functional.cross_entropy(model(symbols).flatten(0, 1), labels.flatten())
         optimizer.zero_grad()

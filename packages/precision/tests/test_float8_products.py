@@ -36,6 +36,7 @@ RECIPES = (
     Mx(floor_exponent, gradient=E5M2),
 )
 by_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
+by_kind = pytest.mark.parametrize("recipe", RECIPES[::2], ids=str)
 
 
 def make_linear(recipe, inputs=160, outputs=136, bias=True, scale=1.0, dtype=torch.float32):
@@ -167,7 +168,7 @@ def test_operands_of_other_depths_are_refused():
         scaled_product(first, second)
 
 
-@by_recipe
+@by_kind
 def test_zeros_come_out_as_zeros_and_leave_scales_finite(recipe, monkeypatch):
     linear = make_linear(recipe, bias=False)
     seen = intercept(monkeypatch)
@@ -184,7 +185,7 @@ def test_zeros_come_out_as_zeros_and_leave_scales_finite(recipe, monkeypatch):
         assert bool((scales.isfinite() & (scales > 0)).all())
 
 
-@by_recipe
+@by_kind
 def test_a_zero_row_beside_others_stays_zero(recipe):
     linear = make_linear(recipe, inputs=2, outputs=2, bias=False)
     with torch.no_grad():
@@ -196,8 +197,8 @@ def test_a_zero_row_beside_others_stays_zero(recipe):
     assert torch.allclose(output[1], torch.tensor([1.0, -2.0]), rtol=1e-6)
 
 
-@by_recipe
-@pytest.mark.parametrize("size", [1e-40, 1e-30, 1e-6, 1e6, 1e30])
+@by_kind
+@pytest.mark.parametrize("size", [1e-40, 1e-6, 1e30])
 def test_tiny_and_huge_inputs_stay_finite_with_their_digits(recipe, size):
     linear = make_linear(recipe, inputs=64, outputs=32, bias=False)
     input = (drawn(8, 64) * size).requires_grad_()
@@ -224,16 +225,13 @@ def test_a_subnormal_amax_gives_a_finite_scale_and_exact_zeros():
     assert operand.dequantize()[0, 1] == 0.0
 
 
-@by_recipe
+@by_kind
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
-@pytest.mark.parametrize("blank", [True, False], ids=["first step", "later step"])
-def test_what_is_not_finite_comes_out_as_nan(recipe, bad, blank):
+def test_what_is_not_finite_comes_out_as_nan(recipe, bad):
     linear = make_linear(recipe, bias=False)
-    if not blank:
-        linear(drawn(8, 160)).square().sum().backward()
-        linear.zero_grad()
-        for memory in linear.float8.memories.values():
-            memory.is_blank, memory.scale = False, torch.tensor(1.0)
+    # With and without a scale that is known before the matrix is.
+    for memory in linear.float8.memories.values():
+        memory.is_blank = math.isnan(bad)
     poisoned = drawn(40, 160)
     poisoned[3, 5] = bad
     input = poisoned.requires_grad_()
@@ -251,7 +249,7 @@ def test_what_is_not_finite_comes_out_as_nan(recipe, bad, blank):
     assert bool(linear(drawn(40, 160))[:, 11].isnan().all())
 
 
-@by_recipe
+@by_kind
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5)])
 def test_no_tokens_give_no_outputs_and_zero_weight_gradients(recipe, shape):
     linear = make_linear(recipe)
@@ -266,7 +264,7 @@ def test_no_tokens_give_no_outputs_and_zero_weight_gradients(recipe, shape):
     assert not linear.bias.grad.any()
 
 
-@by_recipe
+@by_kind
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
 def test_a_layer_without_features_computes_what_a_plain_one_does(recipe, sizes):
     linear = make_linear(recipe, *sizes)
@@ -280,7 +278,7 @@ def test_a_layer_without_features_computes_what_a_plain_one_does(recipe, sizes):
     assert not input.grad.any()
 
 
-@by_recipe
+@by_kind
 def test_a_vector_and_leading_dims_give_the_shapes_of_a_plain_layer(recipe):
     linear = make_linear(recipe, inputs=8, outputs=4)
 
@@ -290,7 +288,7 @@ def test_a_vector_and_leading_dims_give_the_shapes_of_a_plain_layer(recipe):
     assert cube.shape == (2, 3, 5, 4)
 
 
-@by_recipe
+@by_kind
 def test_only_the_gradients_that_are_wanted_are_multiplied(recipe, monkeypatch):
     linear = make_linear(recipe)
     seen = intercept(monkeypatch)
@@ -307,7 +305,7 @@ def test_only_the_gradients_that_are_wanted_are_multiplied(recipe, monkeypatch):
     assert torch.equal(linear.bias.grad, torch.full((136,), 8.0))
 
 
-@by_recipe
+@by_kind
 def test_a_transposed_input_is_quantised_like_a_contiguous_one(recipe):
     linear = make_linear(recipe)
     input = drawn(160, 20)
@@ -332,7 +330,7 @@ def test_autocast_chooses_the_output_and_not_the_operands(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@by_recipe
+@by_kind
 def test_outputs_and_gradients_have_the_dtypes_of_what_they_belong_to(recipe, dtype):
     linear = make_linear(recipe, inputs=32, outputs=16, dtype=dtype)
     input = drawn(6, 32).to(dtype).requires_grad_()

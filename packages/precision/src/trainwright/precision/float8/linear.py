@@ -85,7 +85,8 @@ def multiply_float8(
         PrecisionError: a part ends within a block; or in the backward, that the step has ended.
 
     Communicates:
-        What the recipe says, forward for input and weight, backward for the gradient.
+        What the recipe says, forward for input and weight, backward for the gradient. A forward
+        that is run again, to save memory, repeats what its recipe says for a forward.
     """
     kind = input.device.type
     dtype = input.dtype
@@ -97,13 +98,13 @@ def multiply_float8(
     args = (input, weight, bias, bound, records, dtype)
     tensors = [given for given in args if isinstance(given, torch.Tensor)]
     # So that a schedule that takes backwards apart sees it, which costs nothing where none is.
-    apply: Callable[..., Any] = _Product.apply
+    apply: Callable[..., Any] = _Float8Product.apply
     if torch.overrides.has_torch_function(tensors):
         return cast(torch.Tensor, torch.overrides.handle_torch_function(apply, tensors, *args))
     return cast(torch.Tensor, apply(*args))
 
 
-class _Product(torch.autograd.Function):
+class _Float8Product(torch.autograd.Function):
     """Keeps the input as codes, and the weight by reference: it may be released meanwhile."""
 
     weights: ClassVar[tuple[int, ...]] = (1, 2)
