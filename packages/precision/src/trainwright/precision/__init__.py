@@ -34,6 +34,12 @@ from trainwright.precision.protocol import (
     LossScaler,
     SteppableOptimizer,
 )
+from trainwright.precision.rounded_weights import RoundedWeights
+from trainwright.precision.weight_rounding import (
+    KahanCompensation,
+    StochasticRounding,
+    WeightRounding,
+)
 
 __all__ = [
     "KINDS",
@@ -44,6 +50,7 @@ __all__ = [
     "DtypePolicy",
     "DynamicLossScaler",
     "Hysteresis",
+    "KahanCompensation",
     "LossScaleError",
     "LossScaler",
     "MasterWeights",
@@ -51,9 +58,12 @@ __all__ = [
     "Moments",
     "NotAvailableError",
     "PrecisionError",
+    "RoundedWeights",
     "ScalerOrderError",
     "StaticLossScaler",
     "SteppableOptimizer",
+    "StochasticRounding",
     "UnitLossScaler",
+    "WeightRounding",
     "policy",
 ]

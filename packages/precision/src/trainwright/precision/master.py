@@ -56,7 +56,7 @@ class MasterWeights(torch.optim.Optimizer):
         originals: Mapping[str, torch.Tensor] | None = None,
         moments: Moments | None = None,
     ) -> None:
-        groups = _named_groups(parameters)
+        groups = named_groups(parameters)
         self._names = [name for group in groups for name, _ in group["params"]]
         self._weights = [weight for group in groups for _, weight in group["params"]]
         self._masters = [
@@ -76,7 +76,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._sealed = False
         super().__init__(groups, self._inner.defaults)
         self._sealed = True
-        self._copy_options(self._inner.param_groups, self.param_groups)
+        copy_options(self._inner.param_groups, self.param_groups)
         for index in self._narrow:
             _widen_gradient(self._names[index], self._weights[index])
 
@@ -89,7 +89,7 @@ class MasterWeights(torch.optim.Optimizer):
         """
         if closure is not None:
             raise NotAvailableError("MasterWeights.step takes no closure; call it without one")
-        self._copy_options(self.param_groups, self._inner.param_groups)
+        copy_options(self.param_groups, self._inner.param_groups)
         for index in self._narrow:
             self._masters[index].grad = self._gradient(index)
         if self._one_pass is None or not self._one_pass.step():
@@ -98,7 +98,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._publish()
         for index in self._narrow:
             self._masters[index].grad = None
-        self._copy_options(self._inner.param_groups, self.param_groups)
+        copy_options(self._inner.param_groups, self.param_groups)
         self._show_state()
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class MasterWeights(torch.optim.Optimizer):
             counts the steps.
         """
         self._take_over_changes()
-        self._copy_options(self.param_groups, self._inner.param_groups)
+        copy_options(self.param_groups, self._inner.param_groups)
         masters = {self._names[i]: self._masters[i].detach() for i in self._narrow}
         source = self._inner if self._bundled is None else self._bundled
         return {**source.state_dict(), "masters": masters}
@@ -139,7 +139,7 @@ class MasterWeights(torch.optim.Optimizer):
             self._inner.load_state_dict({"state": plain, "param_groups": groups})
         for index in self._narrow:
             self._masters[index].copy_(masters[self._names[index]])
-        self._copy_options(self._inner.param_groups, self.param_groups)
+        copy_options(self._inner.param_groups, self.param_groups)
         self._publish()
         self._show_state()
 
@@ -190,12 +190,6 @@ class MasterWeights(torch.optim.Optimizer):
         if weights:
             torch._foreach_copy_(weights, [self._masters[i].detach() for i in self._narrow])
 
-    def _copy_options(self, source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        # Schedulers write into our groups, some optimizers into their own.
-        for from_group, to_group in zip(source, target, strict=True):
-            options = {k: v for k, v in from_group.items() if k not in ("params", "param_names")}
-            to_group.update(options)
-
     def _show_state(self) -> None:
         # The same dicts under the model's parameters, for tools that look moments up there.
         self.state.clear()
@@ -230,10 +224,23 @@ class MasterWeights(torch.optim.Optimizer):
         return masters
 
 
-def _named_groups(parameters: NamedParameters | ParameterGroups) -> list[dict[str, Any]]:
+def copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Write options from one optimizer's groups to another's."""
+    # Schedulers write into our groups, some optimizers into their own.
+    for from_group, to_group in zip(source, target, strict=True):
+        options = {k: v for k, v in from_group.items() if k not in ("params", "param_names")}
+        to_group.update(options)
+
+
+def named_groups(parameters: NamedParameters | ParameterGroups) -> list[dict[str, Any]]:
+    """Return parameter groups of (name, parameter) pairs.
+
+    Raises:
+        PrecisionError: there are no parameters, or some without names or of the same name.
+    """
     entries: list[Any] = list(parameters)
     if not entries:
-        raise PrecisionError("MasterWeights needs at least one parameter, got none")
+        raise PrecisionError("an optimizer needs at least one parameter, got none")
     if not isinstance(entries[0], Mapping):
         entries = [{"params": entries}]
     groups = []
@@ -241,7 +248,7 @@ def _named_groups(parameters: NamedParameters | ParameterGroups) -> list[dict[st
         pairs = list(entry["params"])
         if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             raise PrecisionError(
-                "MasterWeights needs (name, parameter) pairs; pass model.named_parameters()"
+                "parameters are (name, parameter) pairs; pass model.named_parameters()"
             )
         # Without "param_names" torch takes an empty group for one without names.
         groups.append({"param_names": [], **entry, "params": pairs})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Protocol
 
 import attrs
@@ -15,6 +17,10 @@ _DRAWN_BITS = 53
 _WORD_BITS = 32
 # Ends the name under which the lower bits are drawn.
 _LOW = "/low"
+
+
+def _to_shape(sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sizes)
 
 
 class Rounding(Protocol):
@@ -89,7 +95,7 @@ class Stochastic:
 
     key: Key
     shape: tuple[int, ...] | None = attrs.field(
-        default=None, converter=attrs.converters.optional(tuple)
+        default=None, converter=attrs.converters.optional(_to_shape)
     )
     box: Box | None = None
     start: int = 0
@@ -138,6 +144,11 @@ class Stochastic:
                 f"elements {first} to {stop - 1} are rounded, but {part} has only {part.numel}"
             )
         shape = self.shape or part.stop
+        if part.shape[1:] == shape[1:]:
+            row = math.prod(shape[1:])
+            offset = part.start[0] * row if part.start else 0
+            flat = Box((offset + first,), (offset + stop,))
+            return words(self.key, flat.stop, box=flat, device=device)
         runs = [
             words(self.key, shape, box=run, device=device).view(-1) for run in part.cut(first, stop)
         ]
