@@ -31,7 +31,7 @@ def named_gradients(
             else:
                 shape = tuple(parameter.shape)
                 name = f"parameter {index} of group {number}, shape {shape}"
-            yield name, _values(name, parameter.grad)
+            yield name, local_values(f"the gradient of {name}", parameter.grad)
 
 
 def unscale_gradients_(
@@ -116,12 +116,17 @@ def _is_distributed(gradient: torch.Tensor) -> bool:
     return hasattr(gradient, "device_mesh") and hasattr(gradient, "to_local")
 
 
-def _values(name: str, gradient: torch.Tensor) -> torch.Tensor:
+def local_values(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, without a copy; the stored values of a sparse one.
+
+    Raises:
+        PrecisionError: the tensor is a DTensor whose sum over ranks is still due.
+    """
     if _is_distributed(gradient):
         distributed: Any = gradient
         if any(placement.is_partial() for placement in distributed.placements):
             raise PrecisionError(
-                f"the gradient of {name} is a DTensor with placements {distributed.placements}: "
+                f"{name} is a DTensor with placements {distributed.placements}: "
                 "finite parts may have an infinite sum; redistribute it to Shard or Replicate "
                 "before it is unscaled"
             )
