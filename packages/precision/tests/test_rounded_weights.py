@@ -49,13 +49,13 @@ def rounded_once(values, rounding, name="w", dtype=BF16):
 
 
 def test_small_updates_reach_weights_that_nearest_rounding_leaves_where_they_are():
-    weights = {name: weight_of(torch.ones(4000)) for name in WAYS}
+    weights = {name: weight_of(torch.ones(2000)) for name in WAYS}
     for name, weight in weights.items():
         optimizer = optimizer_of(weight, WAYS[name], functools.partial(torch.optim.SGD, lr=6e-4))
         for _ in range(100):
-            weight.grad = torch.ones(4000)
+            weight.grad = torch.ones(2000)
             optimizer.step()
-    bare = weight_of(torch.ones(4000))
+    bare = weight_of(torch.ones(2000))
     for _ in range(100):
         bare.data.sub_(6e-4)
 
