@@ -312,3 +312,18 @@ def test_a_history_keeps_the_changes_of_scales_through_a_restart():
 def test_a_history_of_no_changes_is_refused():
     with pytest.raises(PrecisionError, match="max_changes must be a whole number from 1"):
         ScaleHistory(0)
+
+
+def test_the_error_of_lost_updates_is_that_of_a_share_of_the_updated_elements():
+    weight = nn.Parameter(torch.ones(10_000, dtype=torch.bfloat16))
+    weight.grad = torch.zeros(10_000, dtype=torch.bfloat16)
+    weight.grad[:1500], weight.grad[1500:3000] = 1.0, 1e-3
+    watch = UpdateWatch([("w", weight)], torch.bfloat16)
+
+    watch.start(Sample(2000))
+    torch.optim.SGD([weight], lr=1.0).step()
+    lost = watch.finish()["w"].lost
+
+    share, seen = lost.value, 2000 * lost.whole / 10_000
+    assert abs(share - 0.5) < 4 * lost.error
+    assert lost.error == pytest.approx(math.sqrt(share * (1 - share) / seen), rel=0.02)

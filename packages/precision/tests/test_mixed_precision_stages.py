@@ -62,7 +62,8 @@ def test_each_stage_has_the_dtype_that_mixed_precision_prescribes(name):
     before = [p.grad.clone() for p in model.parameters()]
     scaler.unscale_(optimizer)
     stages["5 unscaled gradients"] = {p.grad.dtype for p in model.parameters()}
-    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    stages["5 norm of true gradients"] = {norm.dtype}
     applied_step = scaler.step(optimizer)
     seen = inner[0].seen
     stages["6 update"] = {d for weight, grad, _ in seen for d in (weight, grad)}
@@ -76,10 +77,13 @@ def test_each_stage_has_the_dtype_that_mixed_precision_prescribes(name):
         "3 scaled loss": {FP32},
         "4 gradients of products": {narrow},
         "5 unscaled gradients": {FP32},
+        "5 norm of true gradients": {FP32},
         "6 update": {FP32},
         "6 moments": {FP32},
         "6 refreshed copies": {narrow},
     }
+    true_norm = torch.cat([g.flatten() / 2.0**8 for g in before]).double().norm()
+    assert norm.item() == pytest.approx(true_norm.item(), rel=1e-6)
     for scaled_gradient, parameter in zip(before, model.parameters(), strict=True):
         assert torch.equal(scaled_gradient / 2.0**8, parameter.grad)
     for parameter_name, parameter in model.named_parameters():
