@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.tensor import DTensor, Shard
 
 from trainwright.checkpointing.errors import (
@@ -61,6 +62,23 @@ def test_every_dtype_and_stride_that_torch_saves_is_read_bit_for_bit(tmp_path):
         }
         for name, tensor in state.items():
             assert same(source.tensors[name].read(), tensor), name
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        lambda self, _: (getattr, (type(self), self.name)),
+        lambda self, _: (type(self), (self.value,)),
+    ],
+    ids=["Python 3.11.0", "Python 3.11.7"],
+)
+def test_a_folder_is_read_whichever_python_pickled_its_enums(tmp_path, monkeypatch, pickled):
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", pickled)
+    weight = torch.randn(2, 3)
+    dcp.save({"w": weight}, checkpoint_id=tmp_path / "c")
+
+    with open_dcp(tmp_path / "c") as source:
+        assert same(source.tensors["w"].read(), weight)
 
 
 def test_values_of_an_optimizers_state_come_with_the_keys_that_lead_to_them(tmp_path):

@@ -71,6 +71,7 @@ def wrapped(value):
         (Evil(os.mkdir, "{}/evil"), "mkdir"),
         (Evil(eval, "__import__('os').mkdir('{}/evil')"), "eval"),
         (Evil(getattr, Metadata, "__init__"), "getattr"),
+        (Evil(getattr, "text", "upper"), "getattr"),
         (Evil(torch.load, "{}/evil"), "torch.serialization.load"),
         (Path, "pathlib.Path"),
     ],

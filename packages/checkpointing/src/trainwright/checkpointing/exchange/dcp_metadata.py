@@ -10,7 +10,11 @@ from typing import Any, NoReturn
 import attrs
 import torch
 
-from trainwright.checkpointing.errors import DamagedCheckpointError, NotAvailableYetError
+from trainwright.checkpointing.errors import (
+    DamagedCheckpointError,
+    NotAvailableYetError,
+    UntrustedError,
+)
 from trainwright.collectives import Box
 
 from .pickles import Maker, Record, read_pickle, record_of
@@ -203,6 +207,18 @@ def _path(*parts: Any) -> str:
     return "/".join(part for part in parts if isinstance(part, str))
 
 
+def _member(owner: Any, name: Any) -> Record:
+    """Return a memory format; Python 3.11.0 to 3.11.3 pickle enums as ``getattr(class, name)``."""
+    if owner not in (_FORMATS, _OLD_FORMATS) or not isinstance(name, str):
+        raise UntrustedError(
+            "a metadata file asks for 'builtins.getattr' of something else than a memory format: "
+            "refused"
+        )
+    return Record("_MEM_FORMAT_ENCODING")
+
+
+_FORMATS = record_of("_MEM_FORMAT_ENCODING")
+_OLD_FORMATS = record_of("_MEM_FORMAT_ENCODING")
 _ADMITTED: Mapping[str, Any] = {
     **PLAIN,
     **{
@@ -215,11 +231,12 @@ _ADMITTED: Mapping[str, Any] = {
             "TensorProperties",
             "MetadataIndex",
             "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
         )
     },
+    f"{_DCP} _MEM_FORMAT_ENCODING": _FORMATS,
     f"{_OLD} TensorProperties": record_of("TensorProperties"),
-    f"{_OLD} MEM_FORMAT_ENCODING": record_of("_MEM_FORMAT_ENCODING"),
+    f"{_OLD} MEM_FORMAT_ENCODING": _OLD_FORMATS,
+    "builtins getattr": Maker(_member),
     "torch.distributed.checkpoint.filesystem _StorageInfo": record_of("_StorageInfo"),
     "torch.serialization _get_layout": Maker(_layout),
     **{
