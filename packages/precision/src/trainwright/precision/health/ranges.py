@@ -108,7 +108,7 @@ def range_report(
             tensor is not floating-point, or the ranks' names differ.
 
     Communicates:
-        One all-reduce of 16 + 136 bytes a tensor.
+        One all-reduce of 24 + 136 bytes a tensor.
     """
     if not format.signed:
         raise PrecisionError(f"a range is reported in signed formats, got {format.name}")
