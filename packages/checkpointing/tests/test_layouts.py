@@ -361,7 +361,7 @@ def test_ranks_that_disagree_about_a_shape_are_an_error_at_the_save():
 
 
 def test_ranks_that_save_different_steps_are_an_error():
-    with pytest.raises(TreeError, match="step 1 here, step 0 on rank 0"):
+    with pytest.raises(TreeError, match=r"step 1, .* here, step 0, .* on rank 0"):
         LocalWorld(2).run(lambda comm: _store(CrashingFiles(), comm).save(comm.rank, {"a": 1}))
 
 

@@ -100,6 +100,10 @@ def read_catalog(files: Files, root: Path, known: dict[str, Manifest] | None = N
             continue
         try:
             manifest = before.get(name) or read_manifest(files, folder)
+            if not name.startswith(committed_name(manifest.step, "")):
+                raise DamagedCheckpointError(
+                    f"{folder} is damaged: its manifest is that of step {manifest.step}"
+                )
             read[name] = manifest
             last_sequence = max(last_sequence, manifest.sequence)
             complete.append(Saved(folder, manifest))

@@ -67,7 +67,8 @@ def to_bytes(tensor: torch.Tensor) -> memoryview:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as a uint8 view that shares its version counter."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # one element may have any stride
+    return flat.view(torch.uint8)
 
 
 def require_little_endian() -> None:

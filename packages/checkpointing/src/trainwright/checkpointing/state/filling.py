@@ -101,7 +101,7 @@ def fill(files: DataFiles, want: Want) -> None:
     with torch.no_grad():
         direct = target.device.type == "cpu" and target.is_contiguous() and not want.is_tied
         direct = direct and not target.is_conj() and not target.is_neg() and target.dtype == dtype
-        host = target if direct else torch.empty(target.shape, dtype=dtype)
+        host = target if direct else torch.empty(target.shape, dtype=dtype, device="cpu")
         into = flat_bytes(host).numpy()
         for piece in want.located.pieces:
             file = files.get(piece.file)

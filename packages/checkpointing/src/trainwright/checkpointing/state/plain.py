@@ -13,6 +13,7 @@ import torch
 
 from trainwright.checkpointing.errors import TreeError
 
+MAX_DEPTH = 100
 _FLOAT = "__float__"
 _TUPLE = "__tuple__"
 _SIZE = "__size__"
@@ -40,22 +41,25 @@ _HINTS: tuple[tuple[str, str], ...] = (
 )
 
 
-def encode_plain(path: str, value: Any) -> Any:
+def encode_plain(path: str, value: Any, depth: int = 0) -> Any:
     """Return ``value`` as JSON can hold it exactly; what JSON has no type for becomes an object.
+
+    ``depth`` is in how many others it lies.
 
     Raises:
         TreeError: The value is of a type that would not come back.
     """
+    check_depth(path, depth)
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
         return value if math.isfinite(value) else {_FLOAT: repr(value)}
     if kind in (list, tuple, torch.Size):
-        items = [encode_plain(f"{path}[{number}]", item) for number, item in enumerate(value)]
+        items = [encode_plain(f"{path}[{n}]", item, depth + 1) for n, item in enumerate(value)]
         return items if kind is list else {_TUPLE if kind is tuple else _SIZE: items}
     if kind in (dict, collections.Counter):
-        return _encode_dict(path, value)
+        return _encode_dict(path, value, depth + 1)
     if kind is torch.dtype:
         return {_DTYPE: str(value).removeprefix("torch.")}
     if isinstance(value, np.generic) and value.dtype.newbyteorder("<").str in _NUMPY_TYPES:
@@ -67,6 +71,19 @@ def encode_plain(path: str, value: Any) -> Any:
         "float, str, list, tuple, dict, torch.dtype can be stored, got "
         f"{kind.__module__}.{kind.__qualname__}{hint}"
     )
+
+
+def check_depth(path: str, depth: int) -> None:
+    """Raise TreeError for what is nested deeper than a load from any function could unpack.
+
+    A load takes up to four times as many calls as a save, and must not fail for that.
+    """
+    if depth > MAX_DEPTH:
+        where = path if len(path) <= 80 else f"{path[:80]}..."
+        raise TreeError(
+            f"{where}: the state is nested too deeply, or holds itself; at most {MAX_DEPTH} "
+            "dictionaries and lists may lie in each other"
+        )
 
 
 def decode_plain(value: Any) -> Any:
@@ -129,11 +146,14 @@ def merge_plain(path: str, default: Any, saved: Any) -> tuple[Any, list[str], li
     return merge(path, default, saved), missing, unexpected
 
 
-def _encode_dict(path: str, value: Mapping[Any, Any]) -> Any:
+def _encode_dict(path: str, value: Mapping[Any, Any], depth: int) -> Any:
     if type(value) is dict and all(type(key) is str and key not in _TAGS for key in value):
-        return {key: encode_plain(f"{path}.{key}", item) for key, item in value.items()}
+        return {key: encode_plain(f"{path}.{key}", item, depth) for key, item in value.items()}
     items = [
-        [encode_plain(f"{path}, the key {key!r}", key), encode_plain(f"{path}[{key!r}]", item)]
+        [
+            encode_plain(f"{path}, the key {key!r}", key, depth),
+            encode_plain(f"{path}[{key!r}]", item, depth),
+        ]
         for key, item in value.items()
     ]
     return {_ITEMS if type(value) is dict else _COUNTER: items}

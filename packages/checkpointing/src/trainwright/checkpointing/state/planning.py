@@ -78,6 +78,12 @@ def plan_save(ranks: Ranks, place: Place, step: int, tree: Tree) -> SavePlan:
     return _Planning(ranks, place, step).plan(tree)
 
 
+def check_step(step: object) -> None:
+    """Raise TreeError unless ``step`` is one that can be saved."""
+    if type(step) is not int or not 0 <= step < 2**62:
+        raise TreeError(f"step must be an integer from 0 to 2**62 - 1, got {step!r}")
+
+
 def not_saved(step: int) -> str:
     """Return what errors of a save say first."""
     return f"step {step} was not saved, and checkpoints saved before are as they were"
@@ -103,8 +109,7 @@ class _Planning:
 
     def _draft(self, tree: Tree) -> tuple[Leaves, tuple[TensorLeaf, ...], dict[str, int]]:
         """Return what this rank holds, what it writes, and a checksum of each common leaf."""
-        if type(self._step) is not int or not 0 <= self._step < 2**62:
-            raise TreeError(f"step must be an integer from 0, got {self._step!r}")
+        check_step(self._step)
         leaves = take_leaves(tree)
         rank, size = self._ranks.comm.rank, self._ranks.comm.size
         check_axes(leaves, self._coordinates, size)

@@ -58,8 +58,8 @@ class Ranks:
 
         Communicates: all-reduce of 8 bytes; after an error broadcasts of up to 8 KiB.
         """
-        flag = torch.tensor([self.comm.rank if error is not None else self.comm.size])
-        flag = flag.to(self.comm.device)
+        mine = self.comm.rank if error is not None else self.comm.size
+        flag = torch.tensor([mine], device=self.comm.device)
         self.comm.all_reduce(flag, ReduceOp.MIN, timeout_s=self.timeout_s).wait()
         first = int(flag.item())
         if first == self.comm.size:
@@ -71,7 +71,8 @@ class Ranks:
         if isinstance(error, OSError) and error.filename is not None:
             cause = f"{type(error).__name__}: {error}"
         number = _KINDS.index(kind).to_bytes(1, "little")
-        told = self.broadcast(number + cause.encode()[: _MAX_CAUSE_BYTES - 1], first)
+        data = cause.encode(errors="backslashreplace")  # names of files and keys may be anything
+        told = self.broadcast(number + data[: _MAX_CAUSE_BYTES - 1], first)
         text = told[1:].decode(errors="replace")
         who = f"rank {first}: " if self.comm.size > 1 else ""
         raise _KINDS[told[0]](f"{doing}: {who}{text}") from error
@@ -152,7 +153,7 @@ class Ranks:
         counts = torch.tensor(splits, device=comm.device)
         comm.all_to_all(coming, counts, timeout_s=self.timeout_s).wait()
         sizes = [int(count) for count in coming.tolist()]
-        outgoing = torch.empty(0, dtype=torch.uint8)
+        outgoing = torch.empty(0, dtype=torch.uint8, device="cpu")
         if sum(splits):
             outgoing = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
         outgoing = outgoing.to(comm.device)

@@ -144,7 +144,7 @@ class Checkpoint:
                 f"{name}: expected a spec of the shape {located.global_shape}, "
                 f"found {part.global_shape}"
             )
-        tensor = torch.empty(part.local_shape, dtype=located.dtype)
+        tensor = torch.empty(part.local_shape, dtype=located.dtype, device="cpu")
         leaf = TensorLeaf(name, tensor, part, everywhere=False)
         hole = find_hole(leaf, located)
         if hole is not None:

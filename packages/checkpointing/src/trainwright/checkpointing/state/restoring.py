@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -48,10 +48,15 @@ class LoadRequest:
         """
         if step is not None and (type(step) is not int or step < 0):
             raise TreeError(f"step must be an integer from 0, or None, got {step!r}")
-        for name, paths in (("skip", skip), ("convert", convert)):
-            if isinstance(paths, str) or not all(type(path) is str and path for path in paths):
-                raise TreeError(f"{name} must be a collection of paths, got {paths!r}")
-        return cls(step, is_partial, tuple(skip), tuple(convert))
+        return cls(step, is_partial, _take_paths("skip", skip), _take_paths("convert", convert))
+
+
+def _take_paths(name: str, paths: Any) -> tuple[str, ...]:
+    taken = tuple(paths) if isinstance(paths, Iterable) else ()  # once: it may be a generator
+    is_sound = isinstance(paths, Iterable) and not isinstance(paths, str)
+    if not is_sound or not all(type(path) is str and path for path in taken):
+        raise TreeError(f"{name} must be a collection of paths, got {paths!r}")
+    return taken
 
 
 def load_tree(

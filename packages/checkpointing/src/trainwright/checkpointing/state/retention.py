@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -48,15 +48,16 @@ class Retention:
         return keep if keep is None or isinstance(keep, Retention) else cls(keep)
 
 
-def check_protected(protect: Collection[int]) -> None:
-    """Check that steps are named, and not folders, which could be spelled in many ways.
+def take_protected(protect: Collection[int]) -> frozenset[int]:
+    """Return the steps that are named; folders could be spelled in many ways.
 
     Raises:
         TreeError: One is no step.
     """
-    wrong = [step for step in protect if type(step) is not int]
-    if wrong:
+    steps = tuple(protect) if isinstance(protect, Iterable) else (protect,)
+    if not isinstance(protect, Iterable) or any(type(step) is not int for step in steps):
         raise TreeError(f"protect must name steps as integers, got {protect!r}")
+    return frozenset(steps)
 
 
 def choose_removals(

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from trainwright.checkpointing.errors import (
     CheckpointingError,
     CheckpointingWarning,
     SaveFailedError,
+    TreeError,
 )
 
 from .asynchronous import Background, Pending
 from .catalog import read_catalog
+from .planning import Place, check_step, not_saved, plan_save
 from .ranks import Ranks, attempt
-from .retention import Retention, check_protected, rotate
-from .saving import Place, plan_save, write_save
+from .retention import Retention, rotate, take_protected
+from .saving import write_save
 from .tree import Tree, check_axes, take_leaves
+
+T = TypeVar("T")
 
 
 class Saver:
@@ -44,8 +49,8 @@ class Saver:
     def save(self, step: int, tree: Tree, protect: Collection[int]) -> Path:
         """Save and return the checkpoint's folder; see `StateStore.save`."""
         self.settle()
-        self._agree(step, attempt(lambda: check_protected(protect))[1])
-        folder, notes = self._write(step, tree, protect, self._ranks)
+        kept = self._agree_request(step, protect, "at once")
+        folder, notes = self._write(step, tree, kept, self._ranks)
         for note in notes:
             warnings.warn(note, CheckpointingWarning, stacklevel=3)
         return folder
@@ -53,10 +58,9 @@ class Saver:
     def start(self, step: int, tree: Tree, protect: Collection[int]) -> Pending:
         """Take a copy of the state and save that in the background; see `StateStore.save`."""
         self.settle()
-        state, error = attempt(lambda: self._copy(tree, protect))
-        self._agree(step, error)
-        assert state is not None
-        return self._background.start(step, partial(self._write, step, state, frozenset(protect)))
+        kept = self._agree_request(step, protect, "in the background")
+        state = self._agreed(step, lambda: self._copy(tree))
+        return self._background.start(step, partial(self._write, step, state, kept))
 
     def settle(self) -> None:
         """Wait for what is under way and raise its error, unless it was raised before."""
@@ -75,11 +79,32 @@ class Saver:
                 raise
             error.add_note(f"besides: {failure}")
 
-    def _agree(self, step: int, error: Exception | None) -> None:
-        self._ranks.agree(error, f"step {step} was not saved", SaveFailedError)
+    def _agreed(self, step: int, work: Callable[[], T]) -> T:
+        return self._ranks.agreed(work, not_saved(step), SaveFailedError)
 
-    def _copy(self, tree: Tree, protect: Collection[int]) -> Tree:
-        check_protected(protect)
+    def _agree_request(self, step: int, protect: Collection[int], how: str) -> frozenset[int]:
+        """Return the protected steps; raise on all ranks where one was asked for another save.
+
+        Only rank 0 removes checkpoints, so that what another one protects alone would be lost; and
+        ranks that save in two ways would wait for each other.
+        """
+
+        def check() -> frozenset[int]:
+            check_step(step)
+            return take_protected(protect)
+
+        kept = self._agreed(step, check)
+        mine = f"step {step}, {how}, protect {sorted(kept)}"
+        first = self._ranks.broadcast(mine.encode("ascii")).decode("ascii")
+
+        def compare() -> None:
+            if first != mine:
+                raise TreeError(f"ranks must save the same: {mine} here, {first} on rank 0")
+
+        self._agreed(step, compare)
+        return kept
+
+    def _copy(self, tree: Tree) -> Tree:
         rank, size = self._ranks.comm.rank, self._ranks.comm.size
         coordinates = self._place.coordinates
         leaves = take_leaves(tree)

@@ -16,7 +16,7 @@ from trainwright.checkpointing.errors import TreeError
 from trainwright.collectives.shard_spec import ShardSpec
 
 from .dtypes import is_storable
-from .plain import decode_plain, dump_plain, encode_plain
+from .plain import check_depth, decode_plain, dump_plain, encode_plain
 
 __all__ = [
     "Leaves",
@@ -165,6 +165,7 @@ def _walk(tree: Tree, prefix: str) -> Iterator[tuple[str, Any]]:
                 f"and without '/', got {key!r}"
             )
         path = f"{prefix}{key}"
+        check_depth(path, path.count("/"))
         if path in RESERVED:
             raise TreeError(f"{path!r} is a name that the file format keeps for itself")
         branches = _branches(value)
@@ -215,6 +216,8 @@ def _take_tensor(path: str, leaf: Any, to_fill: bool) -> TensorLeaf:
     if isinstance(leaf, torch.Tensor):
         _check_tensor(path, leaf, to_fill)
         return TensorLeaf(path, leaf, ShardSpec.full(path, leaf.shape), everywhere=True)
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TreeError(f"{path}: a masked array has two parts; store its data and its mask")
     try:
         if not leaf.flags.writeable:
             if to_fill:
@@ -223,6 +226,7 @@ def _take_tensor(path: str, leaf: Any, to_fill: bool) -> TensorLeaf:
         tensor = torch.from_numpy(leaf)
     except (TypeError, ValueError) as error:
         raise TreeError(f"{path}: numpy array of {leaf.dtype}: {error}") from error
+    _check_tensor(path, tensor, to_fill)
     return TensorLeaf(path, tensor, ShardSpec.full(path, leaf.shape), everywhere=True)
 
 
@@ -239,8 +243,19 @@ def _check_tensor(path: str, tensor: torch.Tensor, to_fill: bool) -> None:
         raise TreeError(f"{path}: tensors of {tensor.dtype} cannot be stored")
     if to_fill and tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise TreeError(f"{path}: an inference tensor can be filled under inference_mode() only")
-    shares = (
-        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    if to_fill and any(shares):
-        raise TreeError(f"{path}: elements of an expanded tensor share memory; pass its clone()")
+    if to_fill and _may_overlap(tensor):
+        raise TreeError(
+            f"{path}: elements of an expanded tensor share memory, or of another one with shape "
+            f"{tuple(tensor.shape)} and strides {tensor.stride()}; pass its clone()"
+        )
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements may be one memory, so that filling one would change the other."""
+    end = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < end:
+                return True
+            end += stride * (size - 1)
+    return False
