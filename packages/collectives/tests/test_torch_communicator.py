@@ -334,7 +334,7 @@ def calls_that_differ_are_told_by_all_within_seconds(world: TorchCommunicator) -
         comm, watch = watched_pair_of(number, world)
         call = on_three if comm.rank == 3 else on_others
         error, _ = failing(lambda comm=comm, call=call: call(comm), UsageError)
-        assert watch.looks < 20, watch.looks
+        assert watch.looks < 20, (number, watch.looks)
         assert all(part in str(error) for part in expected), error
         told = all_gather_object(world, str(error))
         assert len(set(told)) == 1

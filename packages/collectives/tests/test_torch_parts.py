@@ -1,6 +1,7 @@
 """Parts of the communicator over torch.distributed, without processes."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -142,24 +143,57 @@ def test_a_thread_that_only_looks_hides_no_deadlock_of_rank_threads() -> None:
         bystander.join()
 
 
-def test_threads_that_wait_for_messages_end_before_the_process_and_blame_nobody() -> None:
+def connected(size: int) -> dict[int, GlooBackend]:
+    """Connect some ranks of this process over Gloo."""
     store, notes = dist.HashStore(), dist.HashStore()
     made: dict[int, GlooBackend] = {}
 
     def make(rank: int) -> None:
         board = FailureBoard(notes, rank)
-        made[rank] = GlooBackend(store, rank, range(2), "pair", 20.0, board)
+        made[rank] = GlooBackend(store, rank, range(size), "some", 20.0, board)
 
-    peer = threading.Thread(target=make, args=(1,))
-    peer.start()
-    make(0)
-    peer.join()
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made
+
+
+def test_who_waits_for_one_that_is_still_there_is_woken_though_others_have_gone() -> None:
+    made = connected(3)
+    caught: list[BaseException] = []
+    work = made[2].exchange([Recv(torch.empty(1), 1)], None)
+
+    def wait() -> None:
+        try:
+            work.wait()
+        except PeerFailedError as error:
+            caught.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while not work.is_awaited:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    made[0].close()
+    time.sleep(0.05)
+
+    made[2].board.publish(Failure(0, "it was told"))
+    waiting.join(5.0)
+
+    assert not waiting.is_alive()
+    assert [str(error) for error in caught] == ["rank 0 failed: it was told"]
+
+
+def test_threads_that_wait_for_messages_end_before_the_process_and_blame_nobody() -> None:
+    made = connected(2)
     backend = made[0]
     work = backend.exchange([Recv(torch.empty(1), 1)], None)
     assert not work.is_done(0.05)
     watcher = backend.watcher([1])
 
-    end_threads(backend._group, 0, backend.works, backend._background, {(1,): watcher})
+    end_threads(backend._group, 0, 2, backend.works, backend._background, {(1,): watcher})
 
     assert watcher.has_ended(0.0)
     assert backend._group == []

@@ -80,7 +80,7 @@ class GlooBackend:
         # Gloo's threads must end before the interpreter does.
         self._group: list[Link] = [] if self.size == 1 else [self._connect()]
         threads = (self._background, self._watchers)
-        weakref.finalize(self, end_threads, self._group, rank, self.works, *threads)
+        weakref.finalize(self, end_threads, self._group, rank, self.size, self.works, *threads)
         board.watch(self)
         if self.size > 1:
             # Nobody may leave again before all have come.
@@ -168,7 +168,7 @@ class GlooBackend:
         # A thread that waits keeps the connections open.
         if any(work.is_awaited for work in works):
             for link in tuple(self._group):
-                wake(link, self.rank)
+                wake(link, self.rank, self.size)
         for work in works:
             work.close()
         self.dropped.clear()

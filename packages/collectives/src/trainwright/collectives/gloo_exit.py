@@ -6,7 +6,6 @@ comes back to an interpreter that is gone, and C++ does not survive that.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
@@ -25,6 +24,7 @@ _GRACE_S = 2.0
 def end_threads(
     group: list[Link],
     rank: int,
+    size: int,
     works: Iterable[GlooWork],
     background: Background,
     watchers: Mapping[tuple[int, ...], Background],
@@ -34,6 +34,7 @@ def end_threads(
     Args:
         group: the connections, none or one.
         rank: this rank in the group.
+        size: how many ranks the group has.
         works: what the threads may wait for.
         background: the thread that sends second rounds.
         watchers: the threads that watch for messages.
@@ -45,14 +46,27 @@ def end_threads(
     if waiting and group:
         for work in list(works):
             work.give_up()
-        wake(group[0], rank)
+        wake(group[0], rank, size)
         for thread in waiting:
             thread.has_ended(_GRACE_S)
     group.clear()
 
 
-def wake(link: Link, rank: int) -> None:
-    """Make all waiting for messages of this group fail, which Gloo does when one is late."""
-    with contextlib.suppress(RuntimeError):
-        late = link.recv([torch.empty(1, dtype=torch.uint8)], 1 if rank == 0 else 0, _NOBODYS_TAG)
-        late.wait(timedelta(milliseconds=1))
+def wake(link: Link, rank: int, size: int) -> None:
+    """Make all waiting for messages of this group fail, which Gloo does when one is late.
+
+    A message of a peer that has closed its connection is never late but lost: it wakes only those
+    who wait for that peer, so the next one is asked.
+    """
+    for peer in range(size):
+        if peer != rank and _is_late(link, peer):
+            return
+
+
+def _is_late(link: Link, peer: int) -> bool:
+    try:
+        message = link.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOBODYS_TAG)
+        message.wait(timedelta(milliseconds=1))
+    except RuntimeError as error:
+        return "imed out" in str(error)
+    return False
