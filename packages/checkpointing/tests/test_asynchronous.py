@@ -9,8 +9,10 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -361,3 +363,21 @@ def test_the_end_of_the_interpreter_waits_for_a_save(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
     subprocess.run(command, check=True, timeout=60)
     assert StateStore(tmp_path).load({"w": torch.zeros(3)}, 4)["w"].sum() == 3
+
+
+@pytest.mark.parametrize("way", [torch.inference_mode, torch.enable_grad])
+def test_what_an_asynchronous_save_takes_is_what_a_synchronous_one_takes(tmp_path, way):
+    weight = torch.ones(3, requires_grad=True)
+    state = {"count": Counter(a=2), "rows": [weight * 2, {"t": (1, weight)}], "n": np.ones(2)}
+    store = StateStore(tmp_path)
+    with way():
+        store.save(1, state, asynchronous=True).wait()
+    store.save(2, state, asynchronous=True).wait()
+
+    for step in (1, 2):
+        target = {"count": Counter(), "rows": [torch.zeros(3), {"t": (0, torch.zeros(3))}]}
+        loaded = store.load({**target, "n": np.zeros(2)}, step)
+        assert loaded["count"] == Counter(a=2)
+        assert loaded["rows"][0].tolist() == [2.0] * 3
+        assert loaded["rows"][1]["t"][1].tolist() == [1.0] * 3
+        assert loaded["n"].tolist() == [1.0, 1.0]

@@ -64,7 +64,7 @@ class SavePlan:
     num_bytes: int
 
 
-def plan_save(ranks: Ranks, place: Place, step: int, tree: Tree) -> SavePlan:
+def plan_save(ranks: Ranks, place: Place, step: int, tree: Tree | Leaves) -> SavePlan:
     """Look at the user's tensors and agree with the other ranks that they can be saved.
 
     No file is touched, so nothing is left behind where it fails.
@@ -96,7 +96,7 @@ class _Planning:
         self._block_bytes = place.block_bytes
         self._step = step
 
-    def plan(self, tree: Tree) -> SavePlan:
+    def plan(self, tree: Tree | Leaves) -> SavePlan:
         leaves, owned, replicas = self._agreed(lambda: self._draft(tree))
         self._compare(leaves, owned, replicas)
         aliases = find_aliases(owned)
@@ -107,10 +107,10 @@ class _Planning:
         self._agreed(lambda: self._refuse(check_tiles(index)))
         return SavePlan(self._step, owned, leaves.plain, index, num_bytes)
 
-    def _draft(self, tree: Tree) -> tuple[Leaves, tuple[TensorLeaf, ...], dict[str, int]]:
+    def _draft(self, tree: Tree | Leaves) -> tuple[Leaves, tuple[TensorLeaf, ...], dict[str, int]]:
         """Return what this rank holds, what it writes, and a checksum of each common leaf."""
         check_step(self._step)
-        leaves = take_leaves(tree)
+        leaves = tree if isinstance(tree, Leaves) else take_leaves(tree)
         rank, size = self._ranks.comm.rank, self._ranks.comm.size
         check_axes(leaves, self._coordinates, size)
         owned = tuple(

@@ -21,7 +21,7 @@ from .planning import Place, check_step, not_saved, plan_save
 from .ranks import Ranks, attempt
 from .retention import Retention, rotate, take_protected
 from .saving import write_save
-from .tree import Tree, check_axes, take_leaves
+from .tree import Leaves, Tree, check_axes, take_leaves
 
 T = TypeVar("T")
 
@@ -104,17 +104,17 @@ class Saver:
         self._agreed(step, compare)
         return kept
 
-    def _copy(self, tree: Tree) -> Tree:
+    def _copy(self, tree: Tree) -> Leaves:
         rank, size = self._ranks.comm.rank, self._ranks.comm.size
         coordinates = self._place.coordinates
         leaves = take_leaves(tree)
         check_axes(leaves, coordinates, size)
         return self._background.buffers.take(
-            tree, leaves, lambda leaf: leaf.everywhere or leaf.is_written_by(rank, coordinates)
+            leaves, lambda leaf: leaf.everywhere or leaf.is_written_by(rank, coordinates)
         )
 
     def _write(
-        self, step: int, tree: Tree, protect: Collection[int], ranks: Ranks
+        self, step: int, tree: Tree | Leaves, protect: Collection[int], ranks: Ranks
     ) -> tuple[Path, list[str]]:
         plan = plan_save(ranks, self._place, step, tree)
         ticket = write_save(ranks, self._place, plan, self.run)

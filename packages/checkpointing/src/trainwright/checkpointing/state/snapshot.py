@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
+import attrs
 import torch
 
-from .tree import Leaves, Sharded, TensorLeaf, Tree
+from .tree import Leaves, TensorLeaf
 
 _Key = tuple[object, ...]
 
@@ -24,24 +24,26 @@ class SnapshotBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def take(
-        self, tree: Tree, leaves: Leaves, is_needed: Callable[[TensorLeaf], bool]
-    ) -> dict[str, Any]:
-        """Return a tree that no later change of ``tree``, its tensors or its lists reaches.
+    def take(self, leaves: Leaves, is_needed: Callable[[TensorLeaf], bool]) -> Leaves:
+        """Return leaves that no later change of the user's tensors and values reaches.
 
-        Tensors that are one memory in ``tree`` are one in the copy.
+        Tensors that are one memory in ``leaves`` are one in the copy.
 
         Args:
-            tree: The state.
-            leaves: Its leaves.
+            leaves: The state.
             is_needed: Whose elements to copy; of others only shape and dtype are kept.
         """
-        shot = _Shot(self._buffers, leaves.tensors, is_needed)
-        result = shot.copy_tree(tree, "")
+        shot = _Shot(self._buffers)
+        # The memory outlives the mode of this call.
+        with torch.inference_mode(False), torch.no_grad():
+            tensors = {
+                path: attrs.evolve(leaf, tensor=shot.copy(path, leaf.tensor, is_needed(leaf)))
+                for path, leaf in leaves.tensors.items()
+            }
         self._buffers = shot.used
         for device in shot.devices:
             torch.cuda.current_stream(device).synchronize()
-        return result
+        return Leaves(tensors, copy.deepcopy(leaves.plain))
 
     def clear(self) -> None:
         """Give the memory back."""
@@ -49,39 +51,18 @@ class SnapshotBuffers:
 
 
 class _Shot:
-    def __init__(
-        self,
-        buffers: dict[str, torch.Tensor],
-        leaves: Mapping[str, TensorLeaf],
-        is_needed: Callable[[TensorLeaf], bool],
-    ) -> None:
+    def __init__(self, buffers: dict[str, torch.Tensor]) -> None:
         self._buffers = buffers
-        self._leaves = leaves
-        self._is_needed = is_needed
         self._copies: dict[_Key, torch.Tensor] = {}
         self.used: dict[str, torch.Tensor] = {}
         self.devices: set[torch.device] = set()
 
-    def copy_tree(self, tree: Tree, prefix: str) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in tree.items():
-            path = f"{prefix}{key}"
-            if isinstance(value, Mapping):
-                result[key] = self.copy_tree(value, f"{path}/")
-            elif isinstance(value, Sharded):
-                result[key] = Sharded(self._copy(path, value.tensor), value.spec)
-            elif isinstance(value, torch.Tensor):
-                result[key] = self._copy(path, value)
-            else:
-                result[key] = copy.deepcopy(value)
-        return result
-
-    def _copy(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        is_needed = self._is_needed(self._leaves[path])
+    def copy(self, path: str, tensor: torch.Tensor, is_needed: bool) -> torch.Tensor:
         key = (*_memory(tensor), is_needed)
         kept = self._copies.get(key)
         if kept is None or tensor.numel() == 0:
-            kept = torch.empty((), dtype=tensor.dtype)  # stands for one that nobody reads
+            # Stands for one that nobody reads.
+            kept = torch.empty((), dtype=tensor.dtype, device="cpu")
             if is_needed:
                 kept = self._fill(path, tensor.detach())
             self._copies[key] = kept
@@ -91,7 +72,9 @@ class _Shot:
         is_on_gpu = tensor.device.type == "cuda"
         buffer = self._buffers.get(path)
         if buffer is None or (buffer.dtype, buffer.numel()) != (tensor.dtype, tensor.numel()):
-            buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=is_on_gpu)
+            buffer = torch.empty(
+                tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=is_on_gpu
+            )
         buffer.view(tensor.shape).copy_(tensor, non_blocking=is_on_gpu)
         if is_on_gpu:
             self.devices.add(tensor.device)
