@@ -213,13 +213,18 @@ def killed_equals_never_stopped(
 
 
 def assert_same_outcome(folder: Path, right: Outcome) -> None:
-    """Everything is equal bit for bit, and what the limit allows is all that is left."""
+    """Everything is equal bit for bit, and what the limit allows is all that is left.
+
+    What the last save was killed in removing waits for the next save.
+    """
     tensors, plain, measured = outcome(folder)
     assert measured == right[2]
     assert plain == right[1]
     assert tensors == right[0]
     left = os.listdir(folder / "checkpoints")
-    assert [name[:14] for name in sorted(left)] == [f"step-{n:08d}-" for n in (STEPS - 1, STEPS)]
+    whole = sorted(name[:14] for name in left if name.startswith("step-"))
+    assert whole[-2:] == [f"step-{n:08d}-" for n in (STEPS - 1, STEPS)]
+    assert len(left) <= 3
 
 
 @pytest.mark.parametrize("case", ["dp=2 async 1", "dp=2 sync 2"])
