@@ -257,6 +257,9 @@ class Small(nn.Module):
             if parameter.ndim > 1:
                 values = drawn(*parameter.shape, seed=number)
                 parameter.data.copy_(values * parameter.shape[1] ** -0.5)
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def forward(self, symbols):
         return self.leave(self.norm(self.blocks(self.enter(symbols))))

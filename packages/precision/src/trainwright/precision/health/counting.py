@@ -159,9 +159,11 @@ def tally(
     spread = num_elements**2 / num_looked_at if num_looked_at < num_elements else 0.0
     # Moved towards one half, or a sample that met nothing would claim to be exact.
     cautious = (part * num_looked_at + 1) / (num_looked_at + 2)
+    # One where all was looked at, so that counts stay whole numbers.
+    weight = num_elements / num_looked_at
     moments = [
-        part * num_elements,
-        whole * num_elements,
+        part_K * weight,
+        (torch.full_like(part, num_looked_at) if whole_K is None else whole_K) * weight,
         spread * cautious * (1 - cautious),
         spread * whole * (1 - whole),
         spread * part * (1 - whole),
