@@ -128,7 +128,7 @@ class DataParallel:
 
         Raises:
             LifecycleError: A reduction is in flight, gradients would be lost, or pieces were
-                updated and not published.
+                updated and not published; with ``discard`` gradients are dropped even then.
 
         Communicates:
             With ``discard`` what `reduce` and `wait` would.
