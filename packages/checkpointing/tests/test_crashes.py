@@ -134,6 +134,32 @@ def test_the_save_after_a_crash_clears_what_the_crash_left(data):
     _claim_is_step(_load(survivor), 3)
 
 
+def test_what_a_save_may_still_commit_is_never_emptied_under_that_name(monkeypatch):
+    files = CrashingFiles()
+    _save(files, 1, keep=1)
+    before = files.num_operations
+    whole = files.after_crash(0)
+    _save(whole, 2, keep=1)
+    files.crash_after = before + (whole.num_operations - before) // 2
+    with pytest.raises(SimulatedCrash):
+        _save(files, 2, keep=1)
+    survivor = files.after_crash(0)
+    left = [name for name in survivor.names(ROOT) if name.startswith(".saving-")]
+    removed = []
+    remove_folder = survivor.remove_folder
+    monkeypatch.setattr(
+        survivor,
+        "remove_folder",
+        lambda folder: (removed.append(folder.name), remove_folder(folder)),
+    )
+
+    _save(survivor, 3, keep=1)
+
+    assert len(left) == 1
+    assert left[0].replace(".saving-", ".removing-") in removed
+    assert all(name.startswith(".removing-") for name in removed)
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, 300, 500])
 def test_a_full_disk_of_one_rank_is_an_error_on_all_ranks_and_changes_nothing(num_bytes):
     files = CrashingFiles()

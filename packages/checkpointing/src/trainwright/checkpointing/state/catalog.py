@@ -13,7 +13,7 @@ from trainwright.checkpointing.protocol import Files
 from .manifest import Manifest, read_manifest
 
 _COMMITTED = re.compile(r"step-[0-9]{8,}-[0-9a-f]{8}")
-_PASSING = re.compile(r"\.(?:saving|removing)-step-[0-9]{8,}-[0-9a-f]{8}-(.+)")
+_PASSING = re.compile(r"\.(?:saving|removing)-(step-[0-9]{8,}-[0-9a-f]{8})-(.+)")
 
 
 @attrs.frozen
@@ -95,7 +95,7 @@ def read_catalog(files: Files, root: Path, known: dict[str, Manifest] | None = N
         folder = root / name
         match = _PASSING.fullmatch(name)
         if match:
-            passing.append((folder, match[1]))
+            passing.append((folder, match[2]))
         if not _COMMITTED.fullmatch(name):
             continue
         try:
@@ -146,3 +146,20 @@ def saving_name(name: str, run: str) -> str:
 def removing_name(name: str, run: str) -> str:
     """Return the name of the folder while the checkpoint is being removed."""
     return f".removing-{name}-{run}"
+
+
+def remove_checkpoint(files: Files, folder: Path, run: str) -> None:
+    """Remove a complete checkpoint, or what a save or a removal has left of one.
+
+    It first gets a name under which nobody, not even the save that made it and may still be alive,
+    takes it for a checkpoint or makes it one.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    match = _PASSING.fullmatch(folder.name)
+    passing = folder.with_name(removing_name(match[1] if match else folder.name, run))
+    if folder != passing:
+        files.rename(folder, passing)
+        files.sync_folder(folder.parent)  # a crash could else bring back an emptied folder's name
+    files.remove_folder(passing)

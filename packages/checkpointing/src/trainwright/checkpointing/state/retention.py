@@ -8,9 +8,8 @@ from typing import Any
 import attrs
 
 from trainwright.checkpointing.errors import NoCheckpointError, TreeError
-from trainwright.checkpointing.protocol import Files
 
-from .catalog import Saved, read_catalog, removing_name
+from .catalog import Saved, read_catalog, remove_checkpoint
 from .saving import Place
 
 
@@ -102,12 +101,4 @@ def rotate(
     if name not in {entry.folder.name for entry in saved}:
         raise NoCheckpointError(f"{place.root / name} was saved just now and is not seen complete")
     for entry in choose_removals(saved, retention, protect):
-        _remove(files, entry)
-
-
-def _remove(files: Files, saved: Saved) -> None:
-    folder = saved.folder
-    passing = folder.with_name(removing_name(folder.name, saved.manifest.run))
-    files.rename(folder, passing)
-    files.sync_folder(folder.parent)  # else a crash could bring back the name of an emptied folder
-    files.remove_folder(passing)
+        remove_checkpoint(files, entry.folder, run)

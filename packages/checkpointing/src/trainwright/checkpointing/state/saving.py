@@ -12,7 +12,14 @@ import attrs
 
 from trainwright.checkpointing.errors import CheckpointingError, SaveFailedError
 
-from .catalog import Catalog, check_length, committed_name, read_catalog, saving_name
+from .catalog import (
+    Catalog,
+    check_length,
+    committed_name,
+    read_catalog,
+    remove_checkpoint,
+    saving_name,
+)
 from .index_writing import tell_of_file, write_index
 from .manifest import MANIFEST, IndexRecord, Manifest, file_name, index_name
 from .planning import Place, SavePlan, not_saved, plan_save
@@ -108,7 +115,7 @@ class _Writing:
         """Remove what earlier saves of this run left behind when they were killed."""
         for folder, of_run in catalog.passing:
             if of_run == run:
-                self._place.files.remove_folder(folder)
+                remove_checkpoint(self._place.files, folder, of_run)
 
     def _check_space(self) -> None:
         free = self._place.files.free_bytes(self._place.root)
