@@ -210,10 +210,7 @@ def _path(*parts: Any) -> str:
 def _member(owner: Any, name: Any) -> Record:
     """Return a memory format; Python 3.11.0 to 3.11.3 pickle enums as ``getattr(class, name)``."""
     if owner not in (_FORMATS, _OLD_FORMATS) or not isinstance(name, str):
-        raise UntrustedError(
-            "a metadata file asks for 'builtins.getattr' of something else than a memory format: "
-            "refused"
-        )
+        raise UntrustedError("the name 'builtins.getattr' of something else than a memory format")
     return Record("_MEM_FORMAT_ENCODING")
 
 

@@ -6,6 +6,8 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainwright.checkpointing.errors import UntrustedError
+
 from .pickle_machine import Machine, Maker, Record
 from .showing import show
 
@@ -108,7 +110,11 @@ def _call(machine: Machine) -> None:
     maker = machine.pop()
     if type(maker) is not Maker or type(arguments) is not tuple:
         machine.refuse(f"a call of a {type(maker).__name__}")
-    machine.push(maker.make(*arguments))
+    try:
+        made = maker.make(*arguments)
+    except UntrustedError as error:  # a maker knows what it refuses, not where it was asked
+        machine.refuse(str(error))
+    machine.push(made)
 
 
 def _build(machine: Machine) -> None:

@@ -87,7 +87,7 @@ def _parameter(tensor: Any, *_: Any) -> SavedTensor:
 
 def _encoded(text: str = "", encoding: str = "latin1") -> bytes:
     if encoding not in ("latin1", "latin-1"):
-        raise UntrustedError(f"bytes in the encoding {show(encoding)}: refused")
+        raise UntrustedError(f"bytes in the encoding {show(encoding)}")
     return text.encode("latin1")
 
 
