@@ -8,8 +8,9 @@ import attrs
 import pytest
 
 from trainwright.integration.cli import main, parser, settle, worker_arguments
-from trainwright.integration.config import RunConfig, check_fits
+from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.fitting import check_fits
 from trainwright.integration.launch import Place, place_in_environment
 from trainwright.integration.model import ModelShape, preset
 

@@ -46,13 +46,13 @@ FAULTS_OF_THE_WHOLE = (
     ),
     Fault(
         "every data rank reads the first one's sequences",
-        f"{INTEGRATION}/parts.py",
+        f"{INTEGRATION}/stepping.py",
         'data_rank=mesh.coordinate("dp"),',
         "data_rank=0,",
     ),
     Fault(
         "data ranks read by their place in the pipeline",
-        f"{INTEGRATION}/parts.py",
+        f"{INTEGRATION}/stepping.py",
         'data_rank=mesh.coordinate("dp"),',
         'data_rank=mesh.coordinate("pp"),',
     ),
@@ -112,7 +112,7 @@ FAULTS_OF_THE_WHOLE = (
     ),
     Fault(
         "initial weights depend on the pipeline rank",
-        f"{INTEGRATION}/parts.py",
+        f"{INTEGRATION}/sharded.py",
         "initialize=initializer(placements, shape, config.seed),",
         'initialize=initializer(placements, shape, config.seed + mesh.coordinate("pp")),',
         TRAJECTORY,
@@ -150,7 +150,7 @@ FAULTS_OF_THE_WHOLE = (
     ),
     Fault(
         "weight decay pulls at flat pieces of norms",
-        f"{INTEGRATION}/parts.py",
+        f"{INTEGRATION}/stepping.py",
         "logical_ndim={name: len(piece.spec.global_shape) for name, piece in pieces.items()},",
         "logical_ndim={name: 2 for name, piece in pieces.items()},",
     ),

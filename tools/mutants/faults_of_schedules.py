@@ -14,7 +14,7 @@ HALVES = ("packages/sharding/tests/tensor/test_split_products.py",)
 FAULTS_OF_SCHEDULES = (
     Fault(
         "a rank's stages have each other's layers",
-        f"{INTEGRATION}/parts.py",
+        f"{INTEGRATION}/sharded.py",
         "build_stage(shape, layers, blocks[number], policy)",
         "build_stage(shape, layers, blocks[number ^ 2 if number ^ 2 < len(blocks) else number], "
         "policy)",
@@ -22,21 +22,21 @@ FAULTS_OF_SCHEDULES = (
     ),
     Fault(
         "the ends of a V have an embedding each",
-        f"{INTEGRATION}/parts.py",
+        f"{INTEGRATION}/sharded.py",
         "        tie(stages[first], stages[last])\n",
         "        pass\n",
         ON_A_V,
     ),
     Fault(
         "an embedding that both ends of a V share is summed over the pipeline too",
-        f"{INTEGRATION}/parts.py",
+        f"{INTEGRATION}/sharded.py",
         "shares_ends=len(members) == 2)",
         "shares_ends=False)",
         ON_A_V,
     ),
     Fault(
         "only the first of a rank's stages reduces its gradients",
-        f"{INTEGRATION}/parts.py",
+        f"{INTEGRATION}/stepping.py",
         "        reducers=model.parallel,\n",
         "        reducers=dict(list(model.parallel.items())[:1]),\n",
         IN_LOOPS,

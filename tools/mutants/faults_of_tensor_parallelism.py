@@ -25,7 +25,7 @@ FAULTS_OF_GRADIENTS = (
     ),
     Fault(
         "the layers of a stage are cut over data ranks",
-        f"{INTEGRATION}/parts.py",
+        f"{INTEGRATION}/sharded.py",
         'TensorParallelLayers(mesh.communicator("tp"), sequence)',
         'TensorParallelLayers(mesh.communicator("dp"), sequence)',
         IN_3D,

@@ -26,9 +26,9 @@ from trainwright.integration.config import (
     SCHEDULES,
     ZERO_STAGES,
     RunConfig,
-    check_fits,
 )
 from trainwright.integration.errors import ConfigError, TrainwrightError
+from trainwright.integration.fitting import check_fits
 from trainwright.integration.model import PRESETS
 from trainwright.integration.preparing import prepare, prepared_by_first
 from trainwright.integration.run_folder import RunFolder

@@ -1,20 +1,18 @@
-"""The settings of a run as one validated value, and what must fit together."""
+"""The settings of a run as one validated value."""
 
 from __future__ import annotations
 
 import difflib
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from trainwright.checkpointing.activations import parse_policy
-from trainwright.integration.data.reader import check_batch
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.model import ModelShape, preset
+from trainwright.integration.values import check_kind, not_negative, one_of, positive
 from trainwright.pipeline_schedules import GENERATORS
 from trainwright.sharding import MeshShape
 
@@ -23,29 +21,6 @@ SCHEDULES = tuple(name for name in GENERATORS if name != "forward-only")
 ZERO_STAGES = (0, 1, 2, 3)
 GATHERS = ("auto", "step", "action", "unit")
 REDUCTIONS = ("step", "microbatch")
-
-
-def _positive(_: Any, field: attrs.Attribute[Any], value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{_option(field.name)} must be positive and finite, got {value}")
-
-
-def _not_negative(_: Any, field: attrs.Attribute[Any], value: float) -> None:
-    if not 0 <= value < 2**63:
-        raise ConfigError(
-            f"{_option(field.name)} must not be negative, and below 2**63; got {value}"
-        )
-
-
-def _one_of(allowed: tuple[Any, ...]) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
-    def check(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
-        if value not in allowed:
-            near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            known = ", ".join(str(a) for a in allowed)
-            raise ConfigError(f"{_option(field.name)} must be one of {known}, got {value}{hint}")
-
-    return check
 
 
 @attrs.frozen
@@ -93,33 +68,33 @@ class RunConfig:
     layout: str = "dp=1"
     model: str = "tiny"
     data: str | None = None
-    steps: int = attrs.field(default=600, validator=_positive)
-    seed: int = attrs.field(default=0, validator=_not_negative)
-    dtype: str = attrs.field(default="float32", validator=_one_of(DTYPES))
-    microbatches: int = attrs.field(default=2, validator=_positive)
-    global_batch: int = attrs.field(default=16, validator=_positive)
-    sequence_length: int = attrs.field(default=128, validator=_positive)
-    lr: float = attrs.field(default=2e-3, validator=_positive)
+    steps: int = attrs.field(default=600, validator=positive)
+    seed: int = attrs.field(default=0, validator=not_negative)
+    dtype: str = attrs.field(default="float32", validator=one_of(DTYPES))
+    microbatches: int = attrs.field(default=2, validator=positive)
+    global_batch: int = attrs.field(default=16, validator=positive)
+    sequence_length: int = attrs.field(default=128, validator=positive)
+    lr: float = attrs.field(default=2e-3, validator=positive)
     warmup: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_not_negative)
+        default=None, validator=attrs.validators.optional(not_negative)
     )
-    weight_decay: float = attrs.field(default=0.1, validator=_not_negative)
-    clip: float = attrs.field(default=1.0, validator=_positive)
+    weight_decay: float = attrs.field(default=0.1, validator=not_negative)
+    clip: float = attrs.field(default=1.0, validator=positive)
     sequence_parallel: bool = False
-    zero: int = attrs.field(default=0, validator=_one_of(ZERO_STAGES))
-    gather: str = attrs.field(default="auto", validator=_one_of(GATHERS))
-    reduce: str = attrs.field(default="step", validator=_one_of(REDUCTIONS))
-    schedule: str = attrs.field(default="1f1b", validator=_one_of(SCHEDULES))
-    chunks: int | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))
+    zero: int = attrs.field(default=0, validator=one_of(ZERO_STAGES))
+    gather: str = attrs.field(default="auto", validator=one_of(GATHERS))
+    reduce: str = attrs.field(default="step", validator=one_of(REDUCTIONS))
+    schedule: str = attrs.field(default="1f1b", validator=one_of(SCHEDULES))
+    chunks: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
     recompute: str = "none"
-    save_every: int = attrs.field(default=0, validator=_not_negative)
-    keep: int | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))
+    save_every: int = attrs.field(default=0, validator=not_negative)
+    keep: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
     keep_every: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_positive)
+        default=None, validator=attrs.validators.optional(positive)
     )
     async_save: bool = False
-    evaluate_sequences: int = attrs.field(default=512, validator=_positive)
-    sample_bytes: int = attrs.field(default=200, validator=_not_negative)
+    evaluate_sequences: int = attrs.field(default=512, validator=positive)
+    sample_bytes: int = attrs.field(default=200, validator=not_negative)
 
     @property
     def mesh(self) -> MeshShape:
@@ -164,7 +139,7 @@ class RunConfig:
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(f"unknown setting {key!r}{hint}")
         for field in attrs.fields(cls):
-            _check_kind(field.name, values.get(field.name, field.default), field.default)
+            check_kind(field.name, values.get(field.name, field.default), field.default)
         return cls(**values)
 
     @classmethod
@@ -181,118 +156,3 @@ class RunConfig:
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
         return cls.from_mapping(values)
-
-
-def _check_kind(name: str, value: object, default: object) -> None:
-    # The kinds are those of the defaults: text, whole numbers, numbers, or None.
-    kinds: tuple[type, ...] = {int: (int,), float: (int, float)}.get(type(default), (str,))
-    if default is None:
-        kinds = (str if name == "data" else int, type(None))
-    if isinstance(default, bool):
-        kinds = (bool,)
-    if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise ConfigError(f"{name} must be {wanted}, got {value!r}")
-
-
-def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
-    """Check that model, batch and layout divide as they must.
-
-    Raises:
-        ConfigError: naming the size that does not divide and the nearest values that work.
-    """
-    for axis in ("cp", "ep"):
-        if getattr(mesh, axis) > 1:
-            raise ConfigError(
-                f"--layout {config.layout}: {axis} > 1 is not available yet; use {axis}=1"
-            )
-    for name in ("heads", "vocabulary", "mlp_width"):
-        size = getattr(shape, name)
-        if size < mesh.tp:
-            raise ConfigError(
-                f"--layout {config.layout}: tp={mesh.tp} ranks cannot share {name}={size} of model "
-                f"{config.model}; tp up to {size} works"
-            )
-    _check_sequence(mesh, config)
-    _check_pipeline(shape, mesh, config)
-    check_batch(config.global_batch, mesh.dp, config.microbatches)
-    _check_sharding(mesh, config)
-    _check_saving(config)
-    if config.warmup_steps > config.steps:
-        raise ConfigError(
-            f"--warmup {config.warmup} must be at most --steps {config.steps}, "
-            "the last update of the run"
-        )
-    try:
-        parse_policy(config.recompute)
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"--recompute {config.recompute}: {error}") from error
-
-
-def _check_pipeline(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
-    only = GENERATORS[config.schedule].chunks
-    if only is not None and config.chunks not in (None, only):
-        raise ConfigError(
-            f"--chunks {config.chunks}: schedule {config.schedule} has {only} a rank; "
-            "interleaved-1f1b and breadth-first take any number"
-        )
-    stages = config.num_stages
-    if stages > shape.layers:
-        chunks = stages // mesh.pp
-        counted = f"pp={mesh.pp}" if chunks == 1 else f"pp={mesh.pp} x {chunks} chunks"
-        most = shape.layers // chunks
-        way_out = f"pp up to {most} works" if most else f"--chunks up to {shape.layers} works"
-        raise ConfigError(
-            f"--layout {config.layout}: {counted} stages need at least as many layers, model "
-            f"{config.model} has {shape.layers}; {way_out}"
-        )
-
-
-def _check_sharding(mesh: MeshShape, config: RunConfig) -> None:
-    unused = {
-        "--gather": config.gather != "auto" and config.zero < 3 and "stage 3 gathers weights",
-        "--reduce": config.reduce != "step" and config.zero < 2 and "stages 2 and 3 cut gradients",
-        "--layout dp_shard": mesh.dp_shard not in (None, mesh.dp)
-        and config.zero < 1
-        and "stages 1 to 3 share model states out",
-    }
-    for option, reason in unused.items():
-        if reason:
-            raise ConfigError(f"{option} has no effect with --zero {config.zero}; {reason}")
-
-
-def _check_saving(config: RunConfig) -> None:
-    every, kept = config.save_every, config.keep_every
-    if not every and (kept or config.async_save):
-        option = f"--keep-every {kept}" if kept else "--async-save"
-        raise ConfigError(f"{option} has no effect with --save-every 0, which saves at the end")
-    if kept and config.keep is None:
-        raise ConfigError(
-            f"--keep-every {kept} has no effect without --keep: all checkpoints stay; "
-            "give --keep the number of the last ones that stay besides"
-        )
-    if kept and kept % every:
-        below = kept // every * every
-        nearest = f"{below} or {below + every}" if below else f"{every}"
-        raise ConfigError(
-            f"--keep-every {kept} must be a multiple of --save-every {every}; {nearest} works"
-        )
-
-
-def _check_sequence(mesh: MeshShape, config: RunConfig) -> None:
-    if not config.sequence_parallel:
-        return
-    if mesh.tp == 1:
-        raise ConfigError(
-            f"--sequence-parallel has no effect with --layout {config.layout}: it cuts sequences "
-            "over tensor-parallel ranks; set tp, or --no-sequence-parallel"
-        )
-    if config.sequence_length < mesh.tp:
-        raise ConfigError(
-            f"--sequence-parallel: --sequence-length {config.sequence_length} has fewer positions "
-            f"than tp={mesh.tp} ranks"
-        )
-
-
-def _option(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")

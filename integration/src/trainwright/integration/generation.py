@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from trainwright.collectives import random
 from trainwright.integration.model import DecoderStage
 from trainwright.integration.model.blocks import at_least_float32
-from trainwright.integration.parts import Parts, local_positions, whole_weights
+from trainwright.integration.parts import Parts, whole_weights
+from trainwright.integration.stepping import local_positions
 
 
 @torch.no_grad()

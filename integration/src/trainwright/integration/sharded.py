@@ -1,0 +1,101 @@
+"""This rank's stages of the model, initialised, with their states shared out."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import nn
+
+from trainwright.checkpointing.activations import parse_policy
+from trainwright.integration.chunks import Chunks, join, tie
+from trainwright.integration.config import RunConfig
+from trainwright.integration.model import (
+    Block,
+    DecoderStage,
+    ModelShape,
+    TensorParallelLayers,
+    build_stage,
+    initializer,
+)
+from trainwright.pipeline_schedules import Schedule, split_layers
+from trainwright.precision import policy
+from trainwright.sharding import Mesh, Partial, placements_of
+from trainwright.sharding.data import DataParallel, ShardPolicy, by_class, data_parallel
+from trainwright.sharding.tensor import SequenceSharding
+
+EMBEDDING = "model.embed_tokens.weight"
+
+KEEP_FP32 = ("*norm.weight",)
+"""Norms stay in at least float32 whatever the dtype of the run."""
+
+
+def build_stages(
+    config: RunConfig, shape: ModelShape, mesh: Mesh, schedule: Schedule
+) -> dict[int, DecoderStage]:
+    """Build this rank's stages in master precision, without memory for their weights yet."""
+    blocks = split_layers(shape.layers, schedule.num_stages)
+    sequence = None
+    if config.sequence_parallel:
+        sequence = SequenceSharding.keeping_shards(length=config.sequence_length)
+    layers = TensorParallelLayers(mesh.communicator("tp"), sequence)
+    policy = parse_policy(config.recompute)
+    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    stages = {}
+    with torch.device("meta"):
+        for number in schedule.stages_of(mesh.coordinate("pp")):
+            stages[number] = build_stage(shape, layers, blocks[number], policy).to(dtype=dtype)
+    first, last = 0, schedule.num_stages - 1
+    if shape.tied and first < last and {first, last} <= stages.keys():
+        tie(stages[first], stages[last])
+    return stages
+
+
+def shard_model(
+    config: RunConfig, shape: ModelShape, mesh: Mesh, stages: dict[int, DecoderStage]
+) -> Chunks:
+    """Initialise stages and share their model states out over the data-parallel ranks."""
+    groups = [[number] for number in stages]
+    ends = [number for number, stage in stages.items() if stage.is_first or stage.is_last]
+    if shape.tied and len(ends) == 2:
+        # They share a weight, which is reduced once, after the last of its two uses.
+        groups = [ends, *([number] for number in stages if number not in ends)]
+    parallel = {}
+    for group in groups:
+        members = [stages[number] for number in group]
+        module = members[0] if len(members) == 1 else join(members)
+        model = _shard(config, shape, mesh, module, shares_ends=len(members) == 2)
+        parallel.update(dict.fromkeys(group, model))
+    return Chunks(stages, {number: parallel[number] for number in stages})
+
+
+def _shard(
+    config: RunConfig, shape: ModelShape, mesh: Mesh, module: nn.Module, *, shares_ends: bool
+) -> DataParallel:
+    placements = placements_of(module)
+    if shape.tied and not shares_ends and mesh.size("pp") > 1 and EMBEDDING in placements:
+        # The embedding lies at both ends of the pipeline, which see a part of its gradient each.
+        alone = placements[EMBEDDING]
+        placements[EMBEDDING] = attrs.evolve(alone, gradient={**alone.gradient, "pp": Partial()})
+    dtypes = policy(config.dtype, keep_fp32=KEEP_FP32)
+    dtypes.check_patterns(placements)
+    return data_parallel(
+        module,
+        mesh,
+        ShardPolicy(
+            stage=config.zero,
+            units=by_class(Block),
+            parameter_dtype=dtypes.parameter_dtype,
+            reduce_each_backward=config.reduce == "microbatch",
+            # Drawn by place they are equal already; a broadcast would hide it if they were not.
+            broadcast_weights=False,
+        ),
+        placements,
+        hooks=config.zero == 3 and not gathers_stages(config),
+        initialize=initializer(placements, shape, config.seed),
+    )
+
+
+def gathers_stages(config: RunConfig) -> bool:
+    """Whether the schedule gathers weights, a stage at a time, and not hooks, unit by unit."""
+    alone = config.gather == "auto" and config.num_stages == 1
+    return config.zero == 3 and not alone and config.gather != "unit"

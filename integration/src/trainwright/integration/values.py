@@ -1,0 +1,57 @@
+"""What a setting may be: the checks of single values, each naming its option."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from trainwright.integration.errors import ConfigError
+
+
+def positive(_: Any, field: attrs.Attribute[Any], value: float) -> None:
+    """Refuse what is not a positive finite number."""
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{option(field.name)} must be positive and finite, got {value}")
+
+
+def not_negative(_: Any, field: attrs.Attribute[Any], value: float) -> None:
+    """Refuse what is negative or too large for a 64-bit whole number."""
+    if not 0 <= value < 2**63:
+        raise ConfigError(
+            f"{option(field.name)} must not be negative, and below 2**63; got {value}"
+        )
+
+
+def one_of(allowed: tuple[Any, ...]) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+    """Return the check that a value is one of ``allowed``; the error names the nearest."""
+
+    def check(_: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        if value not in allowed:
+            near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            known = ", ".join(str(a) for a in allowed)
+            raise ConfigError(f"{option(field.name)} must be one of {known}, got {value}{hint}")
+
+    return check
+
+
+def check_kind(name: str, value: object, default: object) -> None:
+    """Refuse a plain value of another kind than the setting's ``default`` has."""
+    # The kinds are those of the defaults: text, whole numbers, numbers, or None.
+    kinds: tuple[type, ...] = {int: (int,), float: (int, float)}.get(type(default), (str,))
+    if default is None:
+        kinds = (str if name == "data" else int, type(None))
+    if isinstance(default, bool):
+        kinds = (bool,)
+    if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(f"{name} must be {wanted}, got {value!r}")
+
+
+def option(field_name: str) -> str:
+    """Return the command line's name of a setting."""
+    return "--" + field_name.replace("_", "-")
