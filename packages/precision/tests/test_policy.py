@@ -2,13 +2,22 @@
 
 import re
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainwright.precision import PRESETS, DtypePolicy, NotAvailableError, PrecisionError, policy
+from trainwright.precision import (
+    ALIASES,
+    PRESETS,
+    DtypePolicy,
+    NotAvailableError,
+    PrecisionError,
+    float8,
+    policy,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -30,8 +39,78 @@ def test_a_preset_computes_in_its_format_and_reduces_in_at_least_float32(name, n
     assert policy(name) == DtypePolicy(narrow, narrow, wide, wide)
 
 
+RECIPES = {
+    "fp8-delayed": float8.Delayed(),
+    "fp8-current": float8.Current(),
+    "fp8-row": float8.PerRow(),
+    "fp8-block": float8.Blockwise(),
+    "fp8-mx": float8.Mx(),
+}
+
+
 def test_every_preset_is_listed():
-    assert set(PRESETS) == {"float32", "float64", "bfloat16", "float16"}
+    assert set(PRESETS) == {"float32", "float64", "bfloat16", "float16", *RECIPES}
+
+
+@pytest.mark.parametrize("short", ALIASES)
+def test_an_alias_is_its_preset(short):
+    assert ALIASES[short] in PRESETS
+    assert policy(short, keep_fp32=["*norm*"]) == policy(ALIASES[short], keep_fp32=["*norm*"])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_preset_of_fp8_is_bfloat16_with_a_recipe(name):
+    wanted = attrs.evolve(policy("bf16"), recipe=RECIPES[name])
+
+    assert policy(name) == wanted != policy("bf16")
+
+
+def feed_forward():
+    torch.manual_seed(0)
+    ends = nn.Linear(8, 32), nn.Linear(32, 4)
+    inner = [nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 32)]
+    return nn.Sequential(ends[0], *inner, ends[1])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_applying_a_preset_of_fp8_converts_the_linear_layers_that_are_not_kept(name):
+    model = feed_forward()
+    parameters = dict(model.named_parameters())
+
+    applied = policy(name, keep_fp32=["4.*"]).apply(model)
+    out = model(torch.randn(6, 8))
+    out.square().sum().backward()
+    lost = applied.float8.end_step()
+
+    assert [type(layer) is float8.Float8Linear for layer in model] == [
+        *(False, True, False),
+        *(True, False, False),
+    ]
+    assert list(applied.float8.products) == ["1", "3"]
+    assert applied.float8.recipe == RECIPES[name]
+    assert all(p is parameters[n] and p.grad is not None for n, p in model.named_parameters())
+    assert {n for n, p in parameters.items() if p.dtype is torch.float32} == {
+        *("2.weight", "2.bias", "4.weight", "4.bias")
+    }
+    assert out.dtype is torch.float32
+    assert lost == ()
+
+
+def test_a_policy_with_a_recipe_refuses_a_model_that_has_no_layer_for_it():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    with pytest.raises(PrecisionError, match="nothing is left to replace of 2 linear layers"):
+        policy("fp8-current").apply(model)
+
+    assert all(type(layer) is nn.Linear for layer in model)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+
+
+def test_a_policy_without_a_recipe_converts_nothing():
+    model = feed_forward()
+
+    assert policy("bf16").apply(model).float8 is None
+    assert all(type(layer) in (nn.Linear, nn.LayerNorm) for layer in model)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -91,17 +170,18 @@ def test_one_pattern_for_a_sequence_of_patterns_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "message"),
+    ("name", "near"),
     [
-        ("bfloat61", PrecisionError, "did you mean 'bfloat16'"),
-        ("fp16", PrecisionError, "'fp16' is spelled 'float16'"),
-        ("bf16", PrecisionError, "'bf16' is spelled 'bfloat16'"),
-        ("fp32", PrecisionError, "'fp32' is spelled 'float32'"),
-        ("fp8-delayed", NotAvailableError, "not available yet"),
+        ("bfloat61", "bfloat16"),
+        ("bf61", "bf16"),
+        ("fp8", "fp8-mx"),
+        ("fp8-rows", "fp8-row"),
+        ("fp8_delayed", "fp8-delayed"),
+        (None, ""),
     ],
 )
-def test_an_unknown_preset_is_refused(name, error, message):
-    with pytest.raises(error, match=message):
+def test_an_unknown_preset_is_refused_with_the_nearest_name(name, near):
+    with pytest.raises(PrecisionError, match=f"float32, .*fp8-mx, got {name!r}.*mean '{near}"):
         policy(name)
 
 

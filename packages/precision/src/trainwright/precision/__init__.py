@@ -26,9 +26,13 @@ from trainwright.precision.moments import (
     Moments,
 )
 from trainwright.precision.policy import (
-    PRESETS,
     DtypePolicy,
     policy,
+)
+from trainwright.precision.presets import (
+    ALIASES,
+    PRESETS,
+    Preset,
 )
 from trainwright.precision.protocol import (
     LossScaler,
@@ -42,6 +46,7 @@ from trainwright.precision.weight_rounding import (
 )
 
 __all__ = [
+    "ALIASES",
     "KINDS",
     "PRESETS",
     "AppliedPolicy",
@@ -58,6 +63,7 @@ __all__ = [
     "Moments",
     "NotAvailableError",
     "PrecisionError",
+    "Preset",
     "RoundedWeights",
     "ScalerOrderError",
     "StaticLossScaler",

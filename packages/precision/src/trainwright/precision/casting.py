@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.precision.errors import PrecisionError
+from trainwright.precision.float8 import Float8State, convert_linears
 from trainwright.precision.policy import DtypePolicy
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -32,23 +34,27 @@ class AppliedPolicy:
     dtype than they are computed in, a cast copy that lives for one forward stands in for them: a
     weight changed in place is seen by the next forward. The outermost module casts its output.
 
-    A weight that a module reads from its child, past the child's forward, is not cast.
+    A weight that a module reads from its child, past the child's forward, is not cast. Linear
+    layers get FP8 products, as `convert_linears` does it, where the policy has a recipe.
 
     Args:
         policy: the policy that was applied.
         dtypes: parameter name to the dtype that it has now.
         originals: parameter name to the values before rounding, for those that lost digits; give
             them to `MasterWeights`, or drop this object and they are freed.
+        float8: what remembers the scales of FP8 products: call its ``end_step`` once a step. None
+            where the policy has no recipe.
     """
 
     policy: DtypePolicy
     dtypes: Mapping[str, torch.dtype]
     originals: Mapping[str, torch.Tensor] = attrs.field(repr=False)
+    float8: Float8State | None = attrs.field(repr=False)
     _handles: tuple[RemovableHandle, ...] = attrs.field(repr=False)
     _guarded: tuple[nn.Module, ...] = attrs.field(repr=False)
 
     def remove(self) -> None:
-        """Take the casts of inputs, weights and output off again; parameters stay as they are."""
+        """Take the casts of inputs, weights and output off again; what else was done stays."""
         for handle in self._handles:
             handle.remove()
         for module in self._guarded:
@@ -66,6 +72,9 @@ def apply_policy(policy: DtypePolicy, module: nn.Module) -> AppliedPolicy:
     # A tied weight is kept if any of its names or any of its owners is.
     kept.update(p for owner in kept_modules for p in owner.parameters(recurse=False))
     plan = _plan_products(policy, module, kept)
+    float8 = _convert(policy, module, kept)
+    if float8 is not None:
+        plan = _plan_products(policy, module, kept)
     originals: dict[str, torch.Tensor] = {}
     for parameter, names in names_of.items():
         wanted = _wanted_dtype(policy, policy.parameter, parameter, kept)
@@ -76,6 +85,7 @@ def apply_policy(policy: DtypePolicy, module: nn.Module) -> AppliedPolicy:
         policy,
         dtypes={name: p.dtype for p, names in names_of.items() for name in names},
         originals=originals,
+        float8=float8,
         handles=tuple(_install_casts(policy, module, plan, kept_modules, kept)),
         guarded=tuple(_guard_width(module, kept)),
     )
@@ -112,6 +122,14 @@ def _plan_products(
         if dtypes:
             plan[owner] = next(iter(dtypes.values()))
     return plan
+
+
+def _convert(policy: DtypePolicy, module: nn.Module, kept: set[nn.Parameter]) -> Float8State | None:
+    if policy.recipe is None:
+        return None
+    owners = module.named_modules()
+    wide = [name for name, m in owners if type(m) is nn.Linear and m.weight in kept]
+    return convert_linears(module, policy.recipe, keep=[re.compile(re.escape(n)) for n in wide])
 
 
 def _install_casts(

@@ -13,30 +13,14 @@ import torch
 from torch import nn
 
 from trainwright.precision.errors import NotAvailableError, PrecisionError
+from trainwright.precision.float8 import Recipe
 from trainwright.precision.kinds import KINDS, ModuleKind
+from trainwright.precision.presets import find_preset
 
 if TYPE_CHECKING:
     from trainwright.precision.casting import AppliedPolicy
 
 Pattern = str | re.Pattern[str]
-
-PRESETS = {
-    "float32": (torch.float32, torch.float32),
-    "float64": (torch.float64, torch.float64),
-    "bfloat16": (torch.bfloat16, torch.float32),
-    "float16": (torch.float16, torch.float32),
-}
-"""Name of a preset: (dtype of parameters and products, dtype of reductions and output)."""
-
-_ALIASES = {
-    "fp32": "float32",
-    "float": "float32",
-    "fp64": "float64",
-    "double": "float64",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-}
 
 _FORMATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -46,7 +30,7 @@ def _check_dtype(_: object, attribute: attrs.Attribute[torch.dtype], value: obje
         return
     rule = f"{attribute.name} must be one of {', '.join(map(str, _FORMATS))}, got {value!r}"
     if isinstance(value, torch.dtype) and value.is_floating_point:
-        raise NotAvailableError(f"{rule}; narrower formats are not available yet")
+        raise NotAvailableError(f"{rule}; FP8 products are asked for by a recipe")
     raise PrecisionError(rule)
 
 
@@ -84,6 +68,9 @@ class DtypePolicy:
         keep_kinds: kinds of modules that `apply` keeps in at least float32: norms, softmax, losses
             and routers, found by structure; any function from a model to some of its modules is a
             kind. Rules by name, such as `parameter_dtype`, see no modules and leave it out.
+        recipe: of `trainwright.precision.float8`, with which `apply` gives linear layers FP8
+            products; what is kept, and the first and the last linear layer, get none. None: all
+            products are in ``compute``.
 
     Raises:
         PrecisionError: a dtype is not a floating-point format of this package.
@@ -97,6 +84,7 @@ class DtypePolicy:
     keep_kinds: tuple[ModuleKind, ...] = attrs.field(
         default=KINDS, converter=_kind_tuple, repr=_show_kinds
     )
+    recipe: Recipe | None = None
 
     def keeps(self, name: str) -> bool:
         """Say whether the parameter called ``name`` stays in at least float32."""
@@ -144,7 +132,8 @@ class DtypePolicy:
         """Cast ``module`` for a plain loop, in place; see `AppliedPolicy` for what is done.
 
         Raises:
-            PrecisionError: a pattern matches nothing, or one module would mix dtypes.
+            PrecisionError: a pattern matches nothing, one module would mix dtypes, or there is a
+                recipe and no linear layer for it.
         """
         from trainwright.precision.casting import apply_policy
 
@@ -156,7 +145,8 @@ class DtypePolicy:
         PyTorch's own keeps the 16-bit copy of a weight to the end of the region, also where the
         weight changes within: it then computes with the old one. Here each product casts anew, so
         that a region may span optimizer steps. With 32 and 64 bits it turns an outer one off. What
-        stays wide is what PyTorch lists; use `apply`, alone or inside, for what the policy keeps.
+        stays wide is what PyTorch lists; use `apply`, alone or inside, for what the policy keeps,
+        and for its FP8 products.
 
         Args:
             device_type: such as "cpu" or "cuda".
@@ -175,27 +165,19 @@ def policy(
     """Return the preset called ``name``.
 
     Args:
-        name: "float32", "float64", "bfloat16" or "float16". The 16-bit presets reduce and return
-            in float32.
+        name: "float32", "float64", "bfloat16" or "float16", also spelled as in "fp32" and "bf16";
+            or "fp8-delayed", "fp8-current", "fp8-row", "fp8-block" or "fp8-mx", which are
+            "bfloat16" with a recipe for the products of linear layers. Presets of 16 bits and fewer
+            reduce and return in float32.
         keep_fp32: patterns of parameters that stay in at least float32.
         keep_kinds: kinds of modules that do, when the policy is applied to a module.
 
     Raises:
-        PrecisionError: no preset has that name; each has one, spelled as torch's dtype.
+        PrecisionError: no preset has that name.
     """
-    if name in PRESETS:
-        narrow, wide = PRESETS[name]
-        return DtypePolicy(
-            narrow, narrow, wide, wide, _pattern_tuple(keep_fp32), _kind_tuple(keep_kinds)
-        )
-    if name in _ALIASES:
-        raise PrecisionError(f"preset {name!r} is spelled {_ALIASES[name]!r}")
-    if "8" in name:
-        raise NotAvailableError(f"preset {name!r} is not available yet; use {', '.join(PRESETS)}")
-    near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)
-    raise PrecisionError(
-        f"preset must be one of {', '.join(PRESETS)}, got {name!r}; did you mean {near[0]!r}?"
-    )
+    found = find_preset(name)
+    kept = _pattern_tuple(keep_fp32), _kind_tuple(keep_kinds)
+    return DtypePolicy(found.narrow, found.narrow, found.wide, found.wide, *kept, found.recipe)
 
 
 def _matches(pattern: Pattern, name: str) -> bool:
