@@ -8,7 +8,8 @@ import pytest
 
 from tests.layouts import RankSteps, join_steps, load_snapshot, observe_gradients, step_from
 from tests.serial import settings, text
-from tests.test_law import assert_same_step, serial_steps, shape_of
+from tests.serial_runs import serial_steps
+from tests.test_law import assert_same_step, shape_of
 from trainwright.checkpointing.state import StateStore
 from trainwright.checkpointing.testing.files import CrashingFiles
 from trainwright.collectives import Communicator, LocalWorld
