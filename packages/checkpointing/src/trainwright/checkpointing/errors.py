@@ -11,8 +11,32 @@ class PolicyError(CheckpointingError, ValueError):
     """An activation policy, or what it was given, does not make sense."""
 
 
+class PlanError(PolicyError):
+    """Costs or a plan of what activations to keep do not make sense; the message says which."""
+
+
+class InfeasibleBudgetError(PlanError):
+    """No plan stays within the budget.
+
+    Args:
+        message: Names the budget and the smallest one that can be met.
+        smallest_budget_bytes: The smallest budget for which there is a plan.
+    """
+
+    def __init__(self, message: str, smallest_budget_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_budget_bytes = smallest_budget_bytes
+
+    def __reduce__(self) -> tuple[type[InfeasibleBudgetError], tuple[str, int]]:
+        return type(self), (str(self), self.smallest_budget_bytes)
+
+
 class ReplayError(CheckpointingError, RuntimeError):
     """A recomputation would not see what the forward saw, so its gradients would be wrong."""
+
+
+class OffloadError(CheckpointingError, RuntimeError):
+    """Activations could not be written to where they were to be kept, or not be read back."""
 
 
 class TreeError(CheckpointingError, ValueError):

@@ -1,0 +1,58 @@
+"""Planning: costs as values, plans as data, and planners that prove how good their plans are.
+
+Nothing here imports torch, except `profile`, which measures costs.
+"""
+
+from .choices import Choice, Compress, Offload, Partial
+from .costs import ChainCosts, Costs, LayerCost, OperatorCost, OperatorCosts
+from .plan import (
+    ChainPlan,
+    Claims,
+    Item,
+    Kept,
+    OperatorDecision,
+    OperatorPlan,
+    Plan,
+    Region,
+    layers_of,
+)
+from .presets import (
+    every_plan,
+    keep_all_plan,
+    recompute_all_plan,
+    recursive_plan,
+    sqrt_plan,
+    sqrt_segments,
+)
+from .stored import costs_from_json, costs_to_json, plan_from_json, plan_to_json
+
+__all__ = [
+    "ChainCosts",
+    "ChainPlan",
+    "Choice",
+    "Claims",
+    "Compress",
+    "Costs",
+    "Item",
+    "Kept",
+    "LayerCost",
+    "Offload",
+    "OperatorCost",
+    "OperatorCosts",
+    "OperatorDecision",
+    "OperatorPlan",
+    "Partial",
+    "Plan",
+    "Region",
+    "costs_from_json",
+    "costs_to_json",
+    "every_plan",
+    "keep_all_plan",
+    "layers_of",
+    "plan_from_json",
+    "plan_to_json",
+    "recompute_all_plan",
+    "recursive_plan",
+    "sqrt_plan",
+    "sqrt_segments",
+]
