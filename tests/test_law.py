@@ -14,7 +14,7 @@ from tests.layouts import steps_in_layout, steps_in_processes, trajectory
 from tests.serial import GROUPED, Outcome, SerialRun, Snapshot, learning_rate, settings, text
 from tests.serial_runs import STEPS, serial_history, serial_steps
 from trainwright.collectives import Communicator, LocalWorld
-from trainwright.integration.config import SCHEDULES, RunConfig
+from trainwright.integration.config import CONTEXTS, SCHEDULES, RunConfig
 from trainwright.integration.model import ModelShape
 from trainwright.integration.parts import assemble
 
@@ -72,6 +72,22 @@ SAMPLE = [
         "dp=2,tp=2,pp=2",
         {"microbatches": 2, "zero": 3, "sequence_parallel": True, "model": "tiny-tied"},
     ),
+    ("dp=2,cp=3", {"microbatches": 2, "zero": 3, "recompute": "full"}),
+    (
+        "cp=2,tp=2,pp=2",
+        {"microbatches": 3, "zero": 2, "schedule": "zb-h1", "sequence_parallel": True},
+    ),
+]
+CONTEXT_PARALLEL: list[tuple[str, dict[str, object]]] = [
+    (layout, {"context": context, "zero": zero, **variant})
+    for context in CONTEXTS
+    for zero in (0, 1, 2, 3)
+    for layout, variant in (
+        ("cp=5", {"recompute": "every-2"}),
+        ("dp=2,cp=2,pp=2", {"microbatches": 3, "schedule": "zb-v", "recompute": "full"}),
+        ("cp=2,tp=2,pp=2", {"microbatches": 2, "sequence_parallel": True, "model": "tiny-tied"}),
+        ("cp=4,tp=2", {"microbatches": 3}),
+    )
 ]
 SEQUENCE_PARALLEL = [
     (
@@ -276,6 +292,14 @@ def test_one_step_in_every_layout_is_the_serial_step(
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "variant"), SEQUENCE_PARALLEL)
 def test_one_step_with_sequence_parallelism_at_every_stage_is_the_serial_step(
+    layout: str, variant: dict[str, object]
+) -> None:
+    assert_same_steps(settings(layout=layout, dtype="float64", **variant))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "variant"), CONTEXT_PARALLEL)
+def test_one_step_with_context_parallelism_at_every_stage_is_the_serial_step(
     layout: str, variant: dict[str, object]
 ) -> None:
     assert_same_steps(settings(layout=layout, dtype="float64", **variant))

@@ -10,11 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.collectives import LocalWorld
+from trainwright.collectives import LocalWorld, SingleCommunicator
 from trainwright.integration.data import Reader, fit_ngrams, read_corpus
 from trainwright.integration.data.reader import evenly_spaced
 from trainwright.integration.errors import ConfigError, DataError
 from trainwright.integration.feed import Feed
+from trainwright.integration.sequence_part import SequencePart
+from trainwright.sharding.context import ContextLayout
 
 STREAM = (np.arange(1000) % 251).astype(np.uint8)
 
@@ -206,7 +208,9 @@ def test_labels_are_the_following_bytes() -> None:
 
 def test_the_feed_reports_the_position_of_batches_handed_out_and_the_global_token_count() -> None:
     def work(comm):
-        feed = Feed(Reader(STREAM, 7, 8, data_rank=comm.rank, data_size=comm.size), comm)
+        reader = Reader(STREAM, 7, 8, data_rank=comm.rank, data_size=comm.size)
+        whole = SequencePart(ContextLayout("zigzag", 7, 1), SingleCommunicator())
+        feed = Feed(reader, comm, whole)
         positions = [feed.state_dict()["consumed"]]
         divisors = []
         for _ in range(3):

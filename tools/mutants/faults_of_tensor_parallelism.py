@@ -26,8 +26,8 @@ FAULTS_OF_GRADIENTS = (
     Fault(
         "the layers of a stage are cut over data ranks",
         f"{INTEGRATION}/sharded.py",
-        'TensorParallelLayers(mesh.communicator("tp"), sequence)',
-        'TensorParallelLayers(mesh.communicator("dp"), sequence)',
+        'TensorParallelLayers(mesh.communicator("tp"), sequence, attend)',
+        'TensorParallelLayers(mesh.communicator("dp"), sequence, attend)',
         IN_3D,
     ),
     Fault(
@@ -75,8 +75,8 @@ FAULTS_OF_GRADIENTS = (
     Fault(
         "the gradient of a row product's output is summed though every rank has it whole",
         f"{TENSOR}/products.py",
-        "    return _apply(_SumInPlace, terms, tp)",
-        "    return differentiable.replicate_to_partial(_apply(_SumInPlace, terms, tp), tp)",
+        "    return apply_function(_SumInPlace, terms, tp)",
+        "    return differentiable.replicate_to_partial(apply_function(_SumInPlace, terms, tp), tp)",
         (f"{TESTS}/test_tensor_layers.py", "-k", "row_parallel_linear"),
     ),
     Fault(

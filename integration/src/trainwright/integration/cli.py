@@ -20,6 +20,7 @@ from trainwright.checkpointing import CheckpointingError
 from trainwright.collectives import CollectiveError, Communicator
 from trainwright.integration import checkpoint_command, launch, worker
 from trainwright.integration.config import (
+    CONTEXTS,
     DTYPES,
     GATHERS,
     REDUCTIONS,
@@ -98,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
     add("--schedule", help=f"one of {', '.join(SCHEDULES)} (default {defaults.schedule})")
     either = argparse.BooleanOptionalAction
     add("--sequence-parallel", action=either, help="cut positions between products over tp")
+    add("--context", help=f"attention over cp: {', '.join(CONTEXTS)} (default {defaults.context})")
     add("--zero", type=int, help=f"sharded data parallelism, one of {ZERO_STAGES} (default 0)")
     add("--gather", help=f"when stage 3 gathers weights: {', '.join(GATHERS)} (default auto)")
     add("--reduce", help=f"when gradients are reduced: {', '.join(REDUCTIONS)} (default step)")

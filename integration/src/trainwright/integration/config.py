@@ -21,6 +21,7 @@ SCHEDULES = tuple(name for name in GENERATORS if name != "forward-only")
 ZERO_STAGES = (0, 1, 2, 3)
 GATHERS = ("auto", "step", "action", "unit")
 REDUCTIONS = ("step", "microbatch")
+CONTEXTS = ("ring",)
 
 
 @attrs.frozen
@@ -44,6 +45,8 @@ class RunConfig:
         clip: largest gradient norm.
         sequence_parallel: whether tensor-parallel ranks have a part of the positions each between
             their products, instead of all.
+        context: how context-parallel ranks attend to each other's positions: keys and values go
+            round a ``ring``.
         zero: stage of sharded data parallelism.
         gather: when stage 3 makes weights whole: ``unit`` by unit around their use, a whole
             pipeline stage for the ``step`` or for each ``action``; ``auto`` is unit without a
@@ -81,6 +84,7 @@ class RunConfig:
     weight_decay: float = attrs.field(default=0.1, validator=not_negative)
     clip: float = attrs.field(default=1.0, validator=positive)
     sequence_parallel: bool = False
+    context: str = attrs.field(default="ring", validator=one_of(CONTEXTS))
     zero: int = attrs.field(default=0, validator=one_of(ZERO_STAGES))
     gather: str = attrs.field(default="auto", validator=one_of(GATHERS))
     reduce: str = attrs.field(default="step", validator=one_of(REDUCTIONS))

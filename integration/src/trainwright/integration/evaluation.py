@@ -8,6 +8,7 @@ import torch
 
 from trainwright.integration.data import IGNORE
 from trainwright.integration.parts import Parts
+from trainwright.integration.sharded import sequence_part
 
 
 def evaluate(parts: Parts, tokens_NS: torch.Tensor, labels_NS: torch.Tensor) -> float:
@@ -27,11 +28,14 @@ def evaluate(parts: Parts, tokens_NS: torch.Tensor, labels_NS: torch.Tensor) -> 
     passes = -(-len(tokens_NS) // (ranks * rows))
     tokens, labels = _equal_parts(tokens_NS[rank::ranks], labels_NS[rank::ranks], rows, passes)
     device = parts.mesh.world.device
+    part = sequence_part(parts.config, parts.mesh)
+    tokens, labels, positions_S = part.take(tokens), part.take(labels), part.positions()
 
     def inputs(stage: int, microbatch: int) -> dict[str, torch.Tensor]:
         return {
             "tokens_BS": tokens[microbatch].to(device),
             "labels_BS": labels[microbatch].to(device),
+            "positions_S": positions_S,
         }
 
     sums = torch.zeros(2, dtype=torch.float64, device=device)

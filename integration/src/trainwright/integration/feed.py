@@ -11,6 +11,7 @@ import torch
 
 from trainwright.collectives import Communicator, Work
 from trainwright.integration.data import Batch, Reader
+from trainwright.integration.sequence_part import SequencePart
 
 
 @attrs.frozen(eq=False)
@@ -18,12 +19,14 @@ class GlobalBatch:
     """This rank's part of a global batch.
 
     Args:
-        part: tokens and labels of this data rank.
+        part: tokens and labels of this rank: its sequences, of these its positions.
+        positions_S: int64, which positions those are.
         tokens: float64 0-d, valid labels of this part.
         divisor: float64 0-d, valid labels of the global batch, the same on every rank.
     """
 
     part: Batch
+    positions_S: torch.Tensor
     tokens: torch.Tensor
     divisor: torch.Tensor
 
@@ -32,20 +35,25 @@ class GlobalBatch:
         return {
             "tokens_BS": self.part.tokens_MBS[microbatch],
             "labels_BS": self.part.labels_MBS[microbatch],
+            "positions_S": self.positions_S,
         }
 
 
 class Feed:
-    """Reads one step ahead and sums the valid tokens over the data ranks meanwhile.
+    """Reads one step ahead and sums the valid tokens over data and context ranks meanwhile.
+
+    Labels are shifted in whole sequences; only then does each context rank take its positions.
 
     The position it reports is that of the batches handed out, not of those read ahead.
 
     Communicates: one int64 all-reduce of one element a step over ``data``.
     """
 
-    def __init__(self, reader: Reader, data: Communicator) -> None:
+    def __init__(self, reader: Reader, data: Communicator, part: SequencePart) -> None:
         self._reader = reader
         self._data = data
+        self._part = part
+        self._positions_S = part.positions()
         self._ahead: tuple[Batch, torch.Tensor, Work] | None = None
         self._position = reader.state_dict()
 
@@ -57,6 +65,7 @@ class Feed:
         self._ahead = self._start()
         return GlobalBatch(
             part=batch,
+            positions_S=self._positions_S,
             tokens=torch.tensor(
                 batch.valid_tokens, dtype=torch.float64, device=batch.tokens_MBS.device
             ),
@@ -76,6 +85,11 @@ class Feed:
         self._position = self._reader.state_dict()
 
     def _start(self) -> tuple[Batch, torch.Tensor, Work]:
-        batch = self._reader.next_batch()
+        whole = self._reader.next_batch()
+        batch = attrs.evolve(
+            whole,
+            tokens_MBS=self._part.take(whole.tokens_MBS),
+            labels_MBS=self._part.take(whole.labels_MBS),
+        )
         count = torch.tensor([batch.valid_tokens], dtype=torch.int64, device=self._data.device)
         return batch, count, self._data.all_reduce(count)

@@ -17,11 +17,8 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     Raises:
         ConfigError: naming the size that does not divide and the nearest values that work.
     """
-    for axis in ("cp", "ep"):
-        if getattr(mesh, axis) > 1:
-            raise ConfigError(
-                f"--layout {config.layout}: {axis} > 1 is not available yet; use {axis}=1"
-            )
+    if mesh.ep > 1:
+        raise ConfigError(f"--layout {config.layout}: ep > 1 is not available yet; use ep=1")
     for name in ("heads", "vocabulary", "mlp_width"):
         size = getattr(shape, name)
         if size < mesh.tp:
@@ -96,6 +93,16 @@ def _check_saving(config: RunConfig) -> None:
 
 
 def _check_sequence(mesh: MeshShape, config: RunConfig) -> None:
+    if config.context != "ring" and mesh.cp == 1:
+        raise ConfigError(
+            f"--context {config.context} has no effect with --layout {config.layout}: it says how "
+            "ranks that share sequences attend; set cp"
+        )
+    if config.sequence_length < mesh.cp:
+        raise ConfigError(
+            f"--layout {config.layout}: --sequence-length {config.sequence_length} has fewer "
+            f"positions than cp={mesh.cp} ranks; cp up to {config.sequence_length} works"
+        )
     if not config.sequence_parallel:
         return
     if mesh.tp == 1:
@@ -103,8 +110,8 @@ def _check_sequence(mesh: MeshShape, config: RunConfig) -> None:
             f"--sequence-parallel has no effect with --layout {config.layout}: it cuts sequences "
             "over tensor-parallel ranks; set tp, or --no-sequence-parallel"
         )
-    if config.sequence_length < mesh.tp:
+    if config.sequence_length // mesh.cp < mesh.tp:
         raise ConfigError(
             f"--sequence-parallel: --sequence-length {config.sequence_length} has fewer positions "
-            f"than tp={mesh.tp} ranks"
+            f"for each of cp={mesh.cp} than tp={mesh.tp} ranks; {mesh.cp * mesh.tp} and more work"
         )

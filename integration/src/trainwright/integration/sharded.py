@@ -17,9 +17,12 @@ from trainwright.integration.model import (
     build_stage,
     initializer,
 )
+from trainwright.integration.model.blocks import attend_causally
+from trainwright.integration.sequence_part import SequencePart
 from trainwright.pipeline_schedules import Schedule, split_layers
 from trainwright.precision import policy
 from trainwright.sharding import Mesh, Partial, placements_of
+from trainwright.sharding.context import ContextLayout
 from trainwright.sharding.data import DataParallel, ShardPolicy, by_class, data_parallel
 from trainwright.sharding.tensor import SequenceSharding
 
@@ -34,10 +37,12 @@ def build_stages(
 ) -> dict[int, DecoderStage]:
     """Build this rank's stages in master precision, without memory for their weights yet."""
     blocks = split_layers(shape.layers, schedule.num_stages)
+    part = sequence_part(config, mesh)
     sequence = None
     if config.sequence_parallel:
-        sequence = SequenceSharding.keeping_shards(length=config.sequence_length)
-    layers = TensorParallelLayers(mesh.communicator("tp"), sequence)
+        sequence = SequenceSharding.keeping_shards(length=part.length)
+    attend = attend_causally if config.mesh.cp == 1 else part.attend
+    layers = TensorParallelLayers(mesh.communicator("tp"), sequence, attend)
     policy = parse_policy(config.recompute)
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
     stages = {}
@@ -48,6 +53,12 @@ def build_stages(
     if shape.tied and first < last and {first, last} <= stages.keys():
         tie(stages[first], stages[last])
     return stages
+
+
+def sequence_part(config: RunConfig, mesh: Mesh) -> SequencePart:
+    """Return which positions of each sequence this rank has: all, without context parallelism."""
+    layout = ContextLayout("zigzag", config.sequence_length, config.mesh.cp)
+    return SequencePart(layout, mesh.communicator("cp"), config.context)
 
 
 def shard_model(

@@ -9,7 +9,7 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Corpus, Reader
 from trainwright.integration.feed import Feed
 from trainwright.integration.model import ModelShape
-from trainwright.integration.sharded import gathers_stages
+from trainwright.integration.sharded import gathers_stages, sequence_part
 from trainwright.pipeline_schedules import GENERATORS, Schedule, WeightPlan, lower
 from trainwright.pipeline_schedules.execute import BoundarySpec, PipelineExecutor, TensorSpec
 from trainwright.precision import policy
@@ -56,13 +56,14 @@ def build_executor(
 
 def local_positions(config: RunConfig, mesh: Mesh) -> int:
     """Return how many positions of the residual stream this rank has between products."""
+    positions = sequence_part(config, mesh).length
     if not config.sequence_parallel:
-        return config.sequence_length
-    return Cut.uneven(config.sequence_length, mesh.size("tp")).numel(mesh.coordinate("tp"))
+        return positions
+    return Cut.uneven(positions, mesh.size("tp")).numel(mesh.coordinate("tp"))
 
 
 def build_feed(config: RunConfig, mesh: Mesh, corpus: Corpus) -> Feed:
-    """Build the reader of this data rank's share of each global batch."""
+    """Build the reader of this rank's share of each global batch: its sequences, its positions."""
     reader = Reader(
         corpus.train,
         config.sequence_length,
@@ -73,7 +74,7 @@ def build_feed(config: RunConfig, mesh: Mesh, corpus: Corpus) -> Feed:
         data_size=config.mesh.dp,
         device=mesh.world.device,
     )
-    return Feed(reader, mesh.communicator("dp", "cp"))
+    return Feed(reader, mesh.communicator("dp", "cp"), sequence_part(config, mesh))
 
 
 def build_optimizer(config: RunConfig, pieces: dict[str, Piece]) -> torch.optim.Optimizer:

@@ -36,6 +36,12 @@ class Layers(Protocol):
         """
         ...
 
+    def attend(
+        self, q_BHSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor
+    ) -> torch.Tensor:
+        """Return causal attention [B, H, S, E] over whole sequences, of which S may be a part."""
+        ...
+
     def norm(self, width: int, epsilon: float) -> nn.Module:
         """Return a norm of the residual stream."""
         ...
@@ -81,6 +87,12 @@ class PlainLayers:
             self.row(queries, shape.width),
         )
 
+    def attend(
+        self, q_BHSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor
+    ) -> torch.Tensor:
+        """Return PyTorch's causal attention."""
+        return attend_causally(q_BHSE, k_BKSE, v_BKSE)
+
     def norm(self, width: int, epsilon: float) -> nn.Module:
         """Return an `RMSNorm`."""
         return RMSNorm(width, epsilon)
@@ -123,7 +135,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query self-attention with rotary positions, on PyTorch's fused kernel."""
+    """Causal grouped-query self-attention with rotary positions, on a fused kernel."""
 
     def __init__(self, shape: ModelShape, layers: Layers) -> None:
         super().__init__()
@@ -139,12 +151,8 @@ class Attention(nn.Module):
         q_BHSE = _split_heads(self.q_proj(entered_BSD), self.head_width)
         k_BKSE = _split_heads(self.k_proj(entered_BSD), self.head_width)
         v_BKSE = _split_heads(self.v_proj(entered_BSD), self.head_width)
-        mixed_BHSE = F.scaled_dot_product_attention(
-            _rotate(q_BHSE, cos_SE, sin_SE),
-            _rotate(k_BKSE, cos_SE, sin_SE),
-            v_BKSE,
-            is_causal=True,
-            enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1],
+        mixed_BHSE = self.layers.attend(
+            _rotate(q_BHSE, cos_SE, sin_SE), _rotate(k_BKSE, cos_SE, sin_SE), v_BKSE
         )
         output: torch.Tensor = self.o_proj(mixed_BHSE.transpose(1, 2).flatten(2))
         return output
@@ -200,6 +208,15 @@ def rotary_angles(
     angles_SE = (positions_S.to(torch.float64)[:, None] * frequencies).repeat(1, 2)
     kept = dtype if dtype == torch.float64 else torch.float32
     return angles_SE.cos().to(kept), angles_SE.sin().to(kept)
+
+
+def attend_causally(
+    q_BHSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor
+) -> torch.Tensor:
+    """Return PyTorch's causal attention [B, H, S, E] over whole sequences."""
+    return F.scaled_dot_product_attention(
+        q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1]
+    )
 
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,12 +62,17 @@ class DecoderStage(nn.Module):
         hidden_BSD: torch.Tensor | None = None,
         *,
         tokens_BS: torch.Tensor,
+        positions_S: torch.Tensor | None = None,
         **_: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the next stage's input [B, S, D], or logits [B, S, V] on the last stage."""
+        """Return the next stage's input [B, S, D], or logits [B, S, V] on the last stage.
+
+        Where S is a part of each sequence, ``positions_S`` says which; None counts from 0.
+        """
         if hidden_BSD is None:
             hidden_BSD = self.model["embed_tokens"](tokens_BS)
-        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        if positions_S is None:
+            positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         cos_SE, sin_SE = rotary_angles(
             positions_S, self.shape.head_width, self.shape.rope_base, hidden_BSD.dtype
         )

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from trainwright.collectives import Communicator
 from trainwright.collectives.differentiable import replicate_to_partial
-from trainwright.integration.model.blocks import RMSNorm
+from trainwright.integration.model.blocks import RMSNorm, attend_causally
 from trainwright.integration.model.shape import ModelShape
 from trainwright.sharding.tensor import (
     ColumnParallelLinear,
@@ -25,6 +27,9 @@ from trainwright.sharding.tensor import (
     vocab_parallel_cross_entropy,
 )
 
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From queries [B, H, S, E], keys and values [B, K, S, E] to what the queries see [B, H, S, E]."""
+
 
 class TensorParallelLayers:
     """Column, row and vocabulary-parallel layers over one communicator.
@@ -34,11 +39,18 @@ class TensorParallelLayers:
     Args:
         tp: the tensor-parallel ranks.
         sequence: how positions are cut between the products; None where every rank has all.
+        attend: causal attention where sequences are cut over other ranks as well.
     """
 
-    def __init__(self, tp: Communicator, sequence: SequenceSharding | None = None) -> None:
+    def __init__(
+        self,
+        tp: Communicator,
+        sequence: SequenceSharding | None = None,
+        attend: Attend = attend_causally,
+    ) -> None:
         self.tp = tp
         self.sequence = sequence
+        self._attend = attend
 
     def column(self, in_features: int, out_features: int) -> nn.Module:
         """Return a column-parallel product that leaves the input gradient to ``enter``."""
@@ -61,6 +73,12 @@ class TensorParallelLayers:
             self._key_value(shape, heads),
             self._row(queries, shape.width, heads.query_cut()),
         )
+
+    def attend(
+        self, q_BHSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor
+    ) -> torch.Tensor:
+        """Return causal attention of this rank's heads."""
+        return self._attend(q_BHSE, k_BKSE, v_BKSE)
 
     def norm(self, width: int, epsilon: float) -> nn.Module:
         """Return a norm; under sequence parallelism each rank sees a part of its gradient."""
