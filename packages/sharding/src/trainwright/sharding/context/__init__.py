@@ -3,6 +3,7 @@
 from trainwright.sharding.context.attend import attend
 from trainwright.sharding.context.chunked import ChunkedKernel
 from trainwright.sharding.context.documents import Documents, Run
+from trainwright.sharding.context.gathered import gathered_attention
 from trainwright.sharding.context.kernels import (
     CpuFlashKernel,
     CudaFlashKernel,
@@ -13,6 +14,7 @@ from trainwright.sharding.context.layout import ContextLayout
 from trainwright.sharding.context.ring import ring_attention
 from trainwright.sharding.context.ring_plan import RingPlan, RingStep
 from trainwright.sharding.context.spans import Segment, Span, spans_between
+from trainwright.sharding.context.ulysses import ulysses_attention
 
 __all__ = [
     "ChunkedKernel",
@@ -28,6 +30,8 @@ __all__ = [
     "Span",
     "attend",
     "choose_kernel",
+    "gathered_attention",
     "ring_attention",
     "spans_between",
+    "ulysses_attention",
 ]

@@ -55,8 +55,9 @@ class Kernel(Protocol):
 class CpuFlashKernel:
     """PyTorch's fused attention for the CPU; float64, float32, bfloat16, float16.
 
-    It returns 0.0 as the log-sum-exp of a query that sees no key, and ends the process where a
-    tensor is empty; spans are made so that neither is asked of it.
+    It returns 0.0 as the log-sum-exp of a query that sees no key, ends the process where a tensor
+    is empty, and misreads heads whose elements are not neighbours. Spans are made so that neither
+    of the first is asked of it; heads are copied where they must be.
     """
 
     name = "cpu_flash"
@@ -66,7 +67,7 @@ class CpuFlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, scale=scale
+            *map(_with_dense_heads, (q, k, v)), 0.0, causal, scale=scale
         )
         return out, lse
 
@@ -81,7 +82,13 @@ class CpuFlashKernel:
     ) -> Gradients:
         """See `Kernel.backward`."""
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, *inputs, out, lse, 0.0, causal, scale=scale
+            _with_dense_heads(grad_out),
+            *map(_with_dense_heads, inputs),
+            out,
+            lse,
+            0.0,
+            causal,
+            scale=scale,
         )
         return found[0], found[1], found[2]
 
@@ -96,7 +103,7 @@ class CudaFlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`."""
         found = torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, causal, False, scale=scale
+            *map(_with_dense_heads, (q, k, v)), 0.0, causal, False, scale=scale
         )
         return found[0], found[1]
 
@@ -113,8 +120,8 @@ class CudaFlashKernel:
         # Without dropout the state of the generator is not read; lengths are those of the tensors.
         state = torch.zeros(2, dtype=torch.uint64, device=grad_out.device)
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad_out,
-            *inputs,
+            _with_dense_heads(grad_out),
+            *map(_with_dense_heads, inputs),
             out,
             lse.contiguous(),
             None,
@@ -144,6 +151,11 @@ def choose_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel:
     if q.device.type == "cuda" and same_heads and _fits_cuda_flash(q):
         return CudaFlashKernel()
     return ChunkedKernel()
+
+
+def _with_dense_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose last dim has its elements side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _fits_cuda_flash(q: torch.Tensor) -> bool:

@@ -98,11 +98,8 @@ def ring_plan(
     ranges: tuple[Ranges, ...], rank: int, causal: bool, documents: Documents | None
 ) -> RingPlan:
     """Return a rank's plan, made once for all layers that are given the same `Documents`."""
-    if documents is None:
-        return RingPlan.of(ranges, rank, causal=causal)
-    key = (ranges, rank, causal)
-    found = documents.memo.get(key)
-    if found is None:
-        found = RingPlan.of(ranges, rank, causal=causal, documents=documents)
-        documents.memo[key] = found
-    return found
+
+    def compute() -> RingPlan:
+        return RingPlan.of(ranges, rank, causal=causal, documents=documents)
+
+    return compute() if documents is None else documents.once((ranges, rank, causal), compute)

@@ -97,6 +97,17 @@ def spans_between(
     return tuple(found)
 
 
+def remembered_spans(
+    queries: Ranges, keys: Ranges, causal: bool, documents: Documents | None
+) -> tuple[Span, ...]:
+    """Return `spans_between`, computed once for all layers that are given the same documents."""
+
+    def compute() -> tuple[Span, ...]:
+        return spans_between(queries, keys, causal=causal, documents=documents)
+
+    return compute() if documents is None else documents.once((queries, keys, causal), compute)
+
+
 def hull_of_keys(spans: Iterable[Span]) -> Range | None:
     """Return the range from the first to the last key that is seen; None where none is."""
     ranges = [span.keys for span in spans]
