@@ -79,8 +79,8 @@ FAULTS_OF_SCHEDULES = (
     Fault(
         "the input gradient of a product taken apart is not summed",
         f"{TENSOR}/products.py",
-        "        return start_sum(gradient @ weight.conj(), ctx.tp).finish(), None, None, None\n",
-        "        return gradient @ weight, None, None, None\n",
+        "        return start_sum(terms, ctx.tp).finish(), None, None, None, None\n",
+        "        return terms, None, None, None, None\n",
         HALVES,
     ),
     Fault(

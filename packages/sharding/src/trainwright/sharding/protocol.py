@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -32,4 +32,58 @@ class GradientPiece(Protocol):
     @property
     def spec(self) -> ShardSpec:
         """Where the piece lies, and the axes on which it is replicated."""
+        ...
+
+
+class Products(Protocol):
+    """The three products of a linear layer, where others than plain ones are wanted.
+
+    A layer computes its output and both gradients by these alone, whatever is gathered or summed
+    around them. It multiplies this rank's part of a weight, for all tokens that its input or
+    gradient has once gathered. All ranks of a cut layer call them in the same order, and they may
+    communicate among these.
+
+    Laws: the results have the shapes of the plain products and the dtype asked for. `output` comes
+    first; the gradients once for each backward, of the same values, and the weight's also alone and
+    later. A forward that is run again gives the same result and is the same to any statistic.
+
+    ``records`` says whether the layer is trained: in ``train``, with gradients enabled. ``kept`` is
+    one dict for the three calls that belong to one forward, in which small results such as scales
+    may be left for the later ones; None where no backward will come.
+    """
+
+    def output(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        dtype: torch.dtype,
+        records: bool,
+        kept: dict[str, Any] | None,
+    ) -> torch.Tensor:
+        """Return ``input @ weight.T``: of ``[..., I]`` and ``[O, I]``, ``[..., O]``."""
+        ...
+
+    def input_gradient(
+        self,
+        gradient: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        dtype: torch.dtype,
+        records: bool,
+        kept: dict[str, Any] | None,
+    ) -> torch.Tensor:
+        """Return ``gradient @ weight``: ``[..., I]``."""
+        ...
+
+    def weight_gradient(
+        self,
+        gradient: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        dtype: torch.dtype,
+        records: bool,
+        kept: dict[str, Any] | None,
+    ) -> torch.Tensor:
+        """Return the sum over tokens of ``gradient.T @ input``: ``[O, I]``."""
         ...

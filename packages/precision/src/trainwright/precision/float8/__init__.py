@@ -6,9 +6,9 @@ from trainwright.precision.float8.converting import convert_linears
 from trainwright.precision.float8.linear import Float8Linear, multiply_float8
 from trainwright.precision.float8.memory import AmaxMemory
 from trainwright.precision.float8.products import scaled_product
-from trainwright.precision.float8.protocol import Binding, Multipliers, Recipe
+from trainwright.precision.float8.protocol import Binding, Multipliers, Recipe, TakesProducts
 from trainwright.precision.float8.recipes import Current, Delayed, PerRow
-from trainwright.precision.float8.roles import Along, Cut, Role, Scope
+from trainwright.precision.float8.roles import Along, Cut, Ranges, Role, Scope
 from trainwright.precision.float8.state import Float8State
 
 __all__ = [
@@ -25,9 +25,11 @@ __all__ = [
     "Multipliers",
     "Mx",
     "PerRow",
+    "Ranges",
     "Recipe",
     "Role",
     "Scope",
+    "TakesProducts",
     "convert_linears",
     "multiply_float8",
     "scaled_product",

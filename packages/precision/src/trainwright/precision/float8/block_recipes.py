@@ -22,7 +22,7 @@ from trainwright.precision.formats import (
 
 from .operands import Memoryless, as_operand, check_format, format_name
 from .protocol import Binding, Multipliers
-from .roles import Along, Role, num_parts
+from .roles import Along, Ranges, Role, num_parts
 
 _BLOCK = 128
 _MX_BLOCK = 32
@@ -141,17 +141,35 @@ def _check_parts(
     for along in wanted:
         dim = 1 if along is Along.COLUMNS else 0
         parts, size = num_parts(binding.cut.of(along)), shape[dim]
-        if parts == 1 or size % block == 0:
+        ranges = binding.cut.ranges_of(along)
+        if parts == 1 or (ranges is None and size % block == 0):
             continue
+        what = f"parts of {size}"
+        if ranges is not None:
+            edge = _edge_within_a_block(ranges, block)
+            if edge is None:
+                continue
+            what, size = f"parts that meet at {edge}", ranges.size // parts
         step = block * parts
         below = size // block * step
         fitting = f"{below} or {below + step}" if below else f"{step}"
         raise PrecisionError(
-            f"layer {binding.name}: its {names[dim]} are cut over {parts} ranks into parts of "
-            f"{size}, within a block of {block} of the {binding.role.value}, so that its scale "
+            f"layer {binding.name}: its {names[dim]} are cut over {parts} ranks into {what}, "
+            f"within a block of {block} of the {binding.role.value}, so that its scale "
             f"would be another than on one rank; {names[dim]} = {fitting} fit, "
             f"or fewer ranks, or a recipe with one scale a matrix"
         )
+
+
+def _edge_within_a_block(ranges: Ranges, block: int) -> int | None:
+    """Return where a rank's blocks would not be those of the whole, the same on every rank."""
+    for of_rank in ranges.ranges:
+        for number, (start, stop) in enumerate(of_rank):
+            # The last block of the whole may be smaller, but then nothing may come behind it.
+            ends = stop == ranges.size and number == len(of_rank) - 1
+            if start % block or (stop % block and not ends):
+                return start if start % block else stop
+    return None
 
 
 _DIMS = {

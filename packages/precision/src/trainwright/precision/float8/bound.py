@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from trainwright.precision.errors import PrecisionError
 from trainwright.precision.formats import BlockQuantized
 
 from . import products
@@ -51,13 +53,26 @@ class Float8Products:
         """Return what the matrix in this role is."""
         return Binding(self.name, role, self.scope.cut(role), self.memories.get(role))
 
-    def check_weight(self, shape: torch.Size) -> None:
+    def check_weight(self, shape: Sequence[int]) -> None:
         """Refuse a part of a weight that cannot be scaled as the whole would be.
 
         Raises:
             PrecisionError: it ends within a block.
         """
-        self.recipe.check(self.binding(Role.WEIGHT), shape, BOTH)
+        self.recipe.check(self.binding(Role.WEIGHT), torch.Size(shape), BOTH)
+
+    def require_step(self, num_steps: int) -> None:
+        """Refuse a backward in another step than its forward's.
+
+        Raises:
+            PrecisionError: steps have ended since there were ``num_steps``.
+        """
+        if num_steps != self.num_steps:
+            raise PrecisionError(
+                f"the backward of layer {self.name} runs after end_step, so that its magnitudes "
+                f"would count for another step and its scale is another: end the step after the "
+                f"last backward"
+            )
 
     def measure(
         self, matrix: torch.Tensor, role: Role, wanted: Collection[Along], records: bool
@@ -77,38 +92,117 @@ class Float8Products:
         """Measure and quantise a matrix along one dim."""
         return self.quantize(matrix, role, along, self.measure(matrix, role, (along,), records))
 
-    def output(self, input: torch.Tensor, weight: torch.Tensor, *, records: bool) -> torch.Tensor:
-        """Return ``input @ weight.T`` of quantised operands: ``[..., O]``, in the input's dtype.
+    def output(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        records: bool,
+        kept: dict[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """Return ``input @ weight.T`` of quantised operands: ``[..., O]``.
 
         These three are for layers with an autograd function of their own, in place of their plain
-        products. Matrices are measured anew in each.
+        products.
 
         Args:
             input: ``[..., I]``.
             weight: ``[O, I]``.
+            dtype: of the result; None: the input's.
             records: whether the layer is trained: in ``train`` and with gradients enabled.
+            kept: one dict for the three products of a forward, where measurements are left for the
+                later ones; None: there is no backward, or matrices are measured anew.
+
+        Raises:
+            PrecisionError: a part ends within a block.
+
+        Communicates:
+            What the recipe says for input and weight.
         """
-        first = self.operand(as_matrix(input), Role.INPUT, Along.COLUMNS, records)
-        second = self.operand(weight, Role.WEIGHT, Along.COLUMNS, records)
-        out = products.scaled_product(first, second, input.dtype)
+        matrix_MI = as_matrix(input)
+        if kept is not None:
+            if weight.requires_grad:
+                self.recipe.check(self.binding(Role.INPUT), matrix_MI.shape, BOTH)
+            kept["num_steps"] = self.num_steps
+        first = self._operand(matrix_MI, Role.INPUT, Along.COLUMNS, records, kept)
+        second = self._operand(weight, Role.WEIGHT, Along.COLUMNS, records, kept)
+        out = products.scaled_product(first, second, dtype or input.dtype)
         return out.view(*input.shape[:-1], weight.shape[0])
 
     def input_gradient(
-        self, gradient: torch.Tensor, weight: torch.Tensor, *, records: bool
+        self,
+        gradient: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        records: bool,
+        kept: dict[str, Any] | None = None,
     ) -> torch.Tensor:
-        """Return ``gradient @ weight`` of quantised operands: ``[..., I]``."""
-        first = self.operand(as_matrix(gradient), Role.GRADIENT, Along.COLUMNS, records)
-        second = self.operand(weight, Role.WEIGHT, Along.ROWS, False)
-        out = products.scaled_product(first, second, gradient.dtype)
+        """Return ``gradient @ weight`` of quantised operands: ``[..., I]``.
+
+        Raises:
+            PrecisionError: the step of the forward has ended.
+
+        Communicates:
+            What the recipe says for the gradient, and for the weight along its other dim.
+        """
+        first = self._gradient(gradient, Along.COLUMNS, records, kept)
+        second = self._operand(weight, Role.WEIGHT, Along.ROWS, False, kept)
+        out = products.scaled_product(first, second, dtype or gradient.dtype)
         return out.view(*gradient.shape[:-1], weight.shape[1])
 
     def weight_gradient(
-        self, gradient: torch.Tensor, input: torch.Tensor, *, records: bool
+        self,
+        gradient: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        records: bool,
+        kept: dict[str, Any] | None = None,
     ) -> torch.Tensor:
-        """Return the sum over tokens of ``gradient.T @ input``, of quantised operands: [O, I]."""
-        first = self.operand(as_matrix(gradient), Role.GRADIENT, Along.ROWS, records)
-        second = self.operand(as_matrix(input), Role.INPUT, Along.ROWS, False)
-        return products.scaled_product(first, second, gradient.dtype)
+        """Return the sum over tokens of ``gradient.T @ input``, of quantised operands: [O, I].
+
+        Raises:
+            PrecisionError: the step of the forward has ended.
+
+        Communicates:
+            What the recipe says for gradient and input, as far as it was not kept.
+        """
+        first = self._gradient(gradient, Along.ROWS, records, kept)
+        second = self._operand(as_matrix(input), Role.INPUT, Along.ROWS, False, kept)
+        return products.scaled_product(first, second, dtype or gradient.dtype)
+
+    def _operand(
+        self,
+        matrix: torch.Tensor,
+        role: Role,
+        along: Along,
+        records: bool,
+        kept: dict[str, Any] | None,
+    ) -> BlockQuantized:
+        """Quantise what is the same in forward and backward, measured once where that serves."""
+        if kept is None or not self.recipe.turns:
+            return self.operand(matrix, role, along, records)
+        if role.value not in kept:
+            kept[role.value] = self.measure(matrix, role, BOTH, records)
+        return self.quantize(matrix, role, along, kept[role.value])
+
+    def _gradient(
+        self, gradient: torch.Tensor, along: Along, records: bool, kept: dict[str, Any] | None
+    ) -> BlockQuantized:
+        """Quantise a gradient, measured once for both products of one backward."""
+        matrix_MO = as_matrix(gradient)
+        if kept is not None and records:
+            self.require_step(kept["num_steps"])
+        if kept is None or not self.recipe.turns:
+            return self.operand(matrix_MO, Role.GRADIENT, along, records)
+        measured = kept.get(Role.GRADIENT.value)
+        # Of this very tensor: another backward through the same forward has another gradient.
+        if measured is None or measured[0]() is not gradient:
+            found = self.measure(matrix_MO, Role.GRADIENT, BOTH, records)
+            measured = kept[Role.GRADIENT.value] = (weakref.ref(gradient), found)
+        return self.quantize(matrix_MO, Role.GRADIENT, along, measured[1])
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,85 +2,81 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
-import re
 from collections.abc import Callable, Iterable, Mapping
 
+import attrs
 from torch import nn
 
 from trainwright.precision.errors import PrecisionError
 
+from .choosing import Chosen, Pattern, choose_layers
 from .linear import Float8Linear
-from .protocol import Recipe
+from .protocol import Recipe, TakesProducts
 from .roles import Scope
 from .state import Float8State
-
-Pattern = str | re.Pattern[str]
 
 
 def convert_linears(
     model: nn.Module,
     recipe: Recipe,
-    patterns: Iterable[Pattern] = ("*",),
+    patterns: Iterable[Pattern] | Callable[[str, nn.Module], bool] = ("*",),
     *,
     keep: Iterable[Pattern] = (),
-    keep_ends: bool = True,
+    keep_ends: bool | tuple[bool, bool] = True,
     scope: Scope | Callable[[str], Scope] | None = None,
 ) -> Float8State:
-    """Replace linear layers by `Float8Linear`, in place.
+    """Give linear layers FP8 products, in place.
 
-    Parameters stay the same objects under the same names, so that optimizers, ties and state dicts
-    keep hold of them. Only layers whose class is `torch.nn.Linear` itself are replaced: a subclass
-    may compute something else. A module that reads its child's weight past the child's forward,
-    as `torch.nn.MultiheadAttention` does, multiplies as before.
+    Layers whose class is `torch.nn.Linear` itself are replaced by `Float8Linear`: a subclass may
+    compute something else. Layers that take products (`TakesProducts`), as those of
+    `trainwright.sharding.tensor` do, stay and are given theirs; over which ranks their features are
+    cut they say themselves. Parameters stay the same objects under the same names, so that
+    optimizers, ties and state dicts keep hold of them. A module that reads its child's weight past
+    the child's forward, as `torch.nn.MultiheadAttention` does, multiplies as before.
 
     Args:
-        model: whose layers are replaced; not a linear layer itself.
+        model: whose layers are changed; no `torch.nn.Linear` itself.
         recipe: how operands are scaled.
-        patterns: names of layers to replace; a string is matched by ``fnmatch`` against the whole
-            dotted name (``*`` crosses dots), a compiled regular expression by ``fullmatch``.
+        patterns: names of layers to change; a string is matched by ``fnmatch`` against the whole
+            dotted name (``*`` crosses dots), a compiled regular expression by ``fullmatch``. Or
+            what says of a name and a layer whether it is to be changed.
         keep: names of layers that are left, whatever ``patterns`` say.
         keep_ends: whether the first and the last linear layer of the model, in the order of
-            ``named_modules``, are left: they bear fewer bits badly. False where the model is a
-            stage that has neither.
-        scope: over which ranks layers are cut, or what says it of a layer's name; None: not.
+            ``named_modules``, are left: they bear fewer bits badly. A pair says it of each: a stage
+            of a pipeline may have the first, the last or neither.
+        scope: over which ranks tokens and plain layers are cut, or what says it of a layer's name;
+            None: not. Of a layer that says itself how its features are cut, ``tokens`` alone is
+            read: the ranks that hold other tokens once it has gathered its input.
 
     Returns:
-        What remembers their scales; with `Delayed`, call its ``end_step`` once a step.
+        What remembers their scales; with `Delayed`, call its ``end_step`` once a step. Each stage
+        of a pipeline has its own.
 
     Raises:
-        PrecisionError: a pattern matches nothing, or no layer is left to replace.
+        PrecisionError: a pattern matches nothing, no layer is left to change, a part of a weight
+            ends within a block, or a scope cuts features of a layer that says it itself.
+            Nothing is changed then.
     """
-    layers = _layers(model)
-    plain = {name: layer for name, layer in layers.items() if type(layer) is nn.Linear}
-    wanted, left = _as_patterns("patterns", patterns), _as_patterns("keep", keep)
-    _check_patterns("patterns", wanted, plain)
-    _check_patterns("keep", left, layers)
-    ends = {name for name in (*list(layers)[:1], *list(layers)[-1:]) if keep_ends}
-    chosen = {
-        name: layer
-        for name, layer in plain.items()
-        if _matches(wanted, name) and not _matches(left, name) and name not in ends
-    }
-    if not chosen:
-        kept = f"; keep_ends=True keeps {', '.join(sorted(ends))}" if ends else ""
-        raise PrecisionError(f"nothing is left to replace of {len(plain)} linear layers{kept}")
-    scopes = {name: _scope_of(scope, name) for name in chosen}
-    state = Float8State(recipe, scopes)
-    made = {layer: Float8Linear(layer, state.products[name]) for name, layer in chosen.items()}
-    _replace(model, made)
-    return state
-
-
-def _layers(model: nn.Module) -> dict[str, nn.Linear]:
     if isinstance(model, nn.Linear):
         raise PrecisionError(
             "the model is a linear layer itself, which cannot be replaced in place; convert the "
             "module that holds it"
         )
-    kinds = (nn.Linear, Float8Linear)
-    return {name: m for name, m in model.named_modules() if type(m) in kinds}
+    chosen = choose_layers(model, patterns, keep, keep_ends)
+    scopes = {name: _scope_of(scope, name, layer) for name, layer in chosen.items()}
+    state = Float8State(recipe, scopes)
+    made: dict[nn.Linear, Float8Linear] = {}
+    given: list[tuple[TakesProducts, str]] = []
+    for name, layer in chosen.items():
+        if isinstance(layer, nn.Linear):
+            made[layer] = Float8Linear(layer, state.products[name])
+        else:
+            state.products[name].check_weight(_shape_of(layer))
+            given.append((layer, name))
+    for taker, name in given:
+        taker.products = state.products[name]
+    _replace(model, made)
+    return state
 
 
 def _replace(model: nn.Module, made: Mapping[nn.Linear, Float8Linear]) -> None:
@@ -91,37 +87,33 @@ def _replace(model: nn.Module, made: Mapping[nn.Linear, Float8Linear]) -> None:
                 parent._modules[name] = made[child]
 
 
-def _scope_of(scope: Scope | Callable[[str], Scope] | None, name: str) -> Scope:
-    if scope is None:
-        return Scope()
-    return scope if isinstance(scope, Scope) else scope(name)
-
-
-def _as_patterns(what: str, patterns: Iterable[Pattern]) -> tuple[Pattern, ...]:
-    if isinstance(patterns, str | re.Pattern):
+def _scope_of(scope: Scope | Callable[[str], Scope] | None, name: str, layer: Chosen) -> Scope:
+    found = Scope() if scope is None else scope if isinstance(scope, Scope) else scope(name)
+    if isinstance(layer, nn.Linear):
+        return found
+    if found.in_features or found.out_features:
         raise PrecisionError(
-            f"{what} must be a sequence of patterns, got {patterns!r}; write ({patterns!r},)"
+            f"layer {name} says itself over which ranks its features are cut; give it a scope "
+            f"of tokens only"
         )
-    return tuple(patterns)
-
-
-def _check_patterns(what: str, patterns: tuple[Pattern, ...], names: Iterable[str]) -> None:
-    known = list(names)
-    for pattern in patterns:
-        if any(_matches((pattern,), name) for name in known):
-            continue
-        text = pattern if isinstance(pattern, str) else pattern.pattern
-        near = difflib.get_close_matches(text.strip("*"), known, n=3, cutoff=0.3) or known[:3]
-        raise PrecisionError(
-            f"{what} pattern {text!r} matches none of {len(known)} linear layers; a pattern must "
-            f"match a whole name, such as {', '.join(near) or '(none)'}"
-        )
-
-
-def _matches(patterns: Iterable[Pattern], name: str) -> bool:
-    return any(
-        fnmatch.fnmatchcase(name, pattern)
-        if isinstance(pattern, str)
-        else pattern.fullmatch(name) is not None
-        for pattern in patterns
+    cuts = layer.feature_cuts()
+    in_comm, in_ranges = cuts.get("in_features", (None, None))
+    out_comm, out_ranges = cuts.get("out_features", (None, None))
+    return attrs.evolve(
+        found,
+        in_features=in_comm,
+        out_features=out_comm,
+        in_ranges=in_ranges,
+        out_ranges=out_ranges,
     )
+
+
+def _shape_of(layer: TakesProducts) -> tuple[int, int]:
+    """Return [O, I] of what a rank multiplies, however it is stored."""
+    cuts = layer.feature_cuts()
+    sizes = []
+    for name, whole in (("out_features", layer.out_features), ("in_features", layer.in_features)):
+        comm, ranges = cuts.get(name, (None, None))
+        of_rank = [(0, whole)] if comm is None or ranges is None else ranges.ranges[comm.rank]
+        sizes.append(sum(stop - start for start, stop in of_rank))
+    return sizes[0], sizes[1]

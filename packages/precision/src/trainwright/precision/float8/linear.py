@@ -188,12 +188,8 @@ def _keep(
 
 def _measure_gradient(ctx: Any, matrix_MO: torch.Tensor) -> Multipliers:
     bound: Float8Products = ctx.bound
-    if ctx.records and bound.num_steps != ctx.num_steps:
-        raise PrecisionError(
-            f"the backward of layer {bound.name} runs after end_step, so that its magnitudes "
-            f"would count for another step and its scale is another: end the step after the last "
-            f"backward"
-        )
+    if ctx.records:
+        bound.require_step(ctx.num_steps)
     needs_input, needs_weight = ctx.needs_input_grad[:2]
     wanted = [dim for dim, need in zip(BOTH, (needs_input, needs_weight), strict=True) if need]
     if not wanted:

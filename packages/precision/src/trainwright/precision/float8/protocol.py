@@ -9,15 +9,16 @@ product sums over, which does not. What it measured is kept for the backward.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
 
+from trainwright.collectives import Communicator
 from trainwright.precision.formats import BlockQuantized, NumberFormat
 
 from .memory import AmaxMemory
-from .roles import Along, Cut, Role
+from .roles import Along, Cut, Ranges, Role
 
 Multipliers = Mapping[Along, torch.Tensor]
 """What a matrix is multiplied by before it is encoded, for each dim that was asked for."""
@@ -83,4 +84,23 @@ class Recipe(Protocol):
         self, matrix_RC: torch.Tensor, role: Role, along: Along, multipliers: Multipliers
     ) -> BlockQuantized:
         """Return the operand, its last dim the one that is summed over: [R, C], or [C, R]."""
+        ...
+
+
+@runtime_checkable
+class TakesProducts(Protocol):
+    """A linear layer of another package that computes its products by what it is given.
+
+    Attributes:
+        products: called in place of the plain products, as `Float8Products`; None: plain.
+        in_features: I of the whole layer.
+        out_features: O of the whole layer.
+    """
+
+    products: Any
+    in_features: int
+    out_features: int
+
+    def feature_cuts(self) -> Mapping[str, tuple[Communicator, Ranges]]:
+        """Return which of "in_features" and "out_features" are cut, by which ranks and how."""
         ...

@@ -7,6 +7,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import attrs
 import torch
@@ -30,16 +31,43 @@ class Along(enum.Enum):
     ROWS = "rows"
 
 
+class Ranges(Protocol):
+    """Which indices of a dim each rank has, where parts are not simply equal."""
+
+    @property
+    def size(self) -> int:
+        """Of the whole dim."""
+        ...
+
+    @property
+    def ranges(self) -> Sequence[Sequence[tuple[int, int]]]:
+        """By rank, the ranges (start, stop) in the order in which it has them."""
+        ...
+
+
 @attrs.frozen(eq=False)
 class Cut:
-    """The ranks over which the rows and the columns of one logical matrix are cut."""
+    """The ranks over which the rows and the columns of one logical matrix are cut.
+
+    Args:
+        rows: ranks that have other rows.
+        columns: ranks that have other columns.
+        row_ranges: which of them; None: equal parts.
+        column_ranges: as ``row_ranges``.
+    """
 
     rows: tuple[Communicator, ...] = ()
     columns: tuple[Communicator, ...] = ()
+    row_ranges: Ranges | None = None
+    column_ranges: Ranges | None = None
 
     def of(self, along: Along) -> tuple[Communicator, ...]:
         """Return the ranks over which this dim is cut."""
         return self.columns if along is Along.COLUMNS else self.rows
+
+    def ranges_of(self, along: Along) -> Ranges | None:
+        """Return which indices of this dim each rank has; None: equal parts."""
+        return self.column_ranges if along is Along.COLUMNS else self.row_ranges
 
 
 def _as_ranks(given: Communicator | Sequence[Communicator] | None) -> tuple[Communicator, ...]:
@@ -66,11 +94,15 @@ class Scope:
             given a part. Not dp: another microbatch is another tensor.
         in_features: tp of a layer that is cut by its inputs.
         out_features: tp of a layer that is cut by its outputs.
+        in_ranges: which inputs each of those ranks has; None: equal parts, or blocks do not matter.
+        out_ranges: as ``in_ranges``.
     """
 
     tokens: tuple[Communicator, ...] = attrs.field(default=(), converter=_as_ranks)
     in_features: tuple[Communicator, ...] = attrs.field(default=(), converter=_as_ranks)
     out_features: tuple[Communicator, ...] = attrs.field(default=(), converter=_as_ranks)
+    in_ranges: Ranges | None = None
+    out_ranges: Ranges | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -80,10 +112,10 @@ class Scope:
     def cut(self, role: Role) -> Cut:
         """Return how the matrix in this role is cut."""
         if role is Role.INPUT:
-            return Cut(self.tokens, self.in_features)
+            return Cut(self.tokens, self.in_features, None, self.in_ranges)
         if role is Role.WEIGHT:
-            return Cut(self.out_features, self.in_features)
-        return Cut(self.tokens, self.out_features)
+            return Cut(self.out_features, self.in_features, self.out_ranges, self.in_ranges)
+        return Cut(self.tokens, self.out_features, None, self.out_ranges)
 
 
 def num_parts(comms: tuple[Communicator, ...]) -> int:

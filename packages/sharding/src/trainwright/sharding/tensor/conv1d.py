@@ -14,6 +14,7 @@ from trainwright.collectives import Box, differentiable
 from trainwright.sharding.placement.parameters import ParameterPlacement
 from trainwright.sharding.placement.values import Shard
 from trainwright.sharding.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from trainwright.sharding.tensor.multiplication import multiplication_of
 from trainwright.sharding.tensor.parts import check_part, join_parts, take_part
 from trainwright.sharding.tensor.products import multiply_columns, multiply_rows
 from trainwright.sharding.tensor.sequence import enter_sequence
@@ -57,14 +58,15 @@ class ColumnParallelConv1D(ColumnParallelLinear):
         return placements
 
     def _multiply(self, input: torch.Tensor) -> torch.Tensor:
-        if self.num_blocks == 1:
+        if self.num_blocks == 1 or self.products is not None:
             return multiply_columns(
                 input,
-                self.weight.t(),
+                self._rows(),
                 self.bias,
                 self.tp,
                 self.sequence,
                 is_entered=self.input_is_entered,
+                by=multiplication_of(self, self.products),
             )
         if not self.input_is_entered:
             input = self._enter(input)
@@ -74,6 +76,12 @@ class ColumnParallelConv1D(ColumnParallelLinear):
             for block, bias in zip(self.weight, biases, strict=False)
         ]
         return torch.cat(parts, -1)
+
+    def _rows(self) -> torch.Tensor:
+        """Return ``[O, I]``: a view, but of several blocks, which have one scale, a copy."""
+        if self.num_blocks == 1:
+            return self.weight.t()
+        return self.weight.transpose(1, 2).flatten(0, 1)
 
     def _enter(self, input: torch.Tensor) -> torch.Tensor:
         if self.sequence is None:
@@ -94,7 +102,8 @@ class RowParallelConv1D(RowParallelLinear):
             check_part(input, self.tp, self.cut, -1)
         else:
             input = take_part(input, self.tp, self.cut, -1)
-        output = multiply_rows(input, self.weight.t(), self.tp, self.sequence)
+        by = multiplication_of(self, self.products)
+        output = multiply_rows(input, self.weight.t(), self.tp, self.sequence, by)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def parameter_placements(self) -> dict[str, ParameterPlacement]:

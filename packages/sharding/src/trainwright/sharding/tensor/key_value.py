@@ -14,10 +14,13 @@ from trainwright.collectives import Communicator, random
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.placement.parameters import ParameterPlacement
 from trainwright.sharding.placement.values import Partial
+from trainwright.sharding.protocol import Products
 from trainwright.sharding.tensor.cuts import Cut
 from trainwright.sharding.tensor.linear import TensorOptions, reset, say_sizes, zeros
+from trainwright.sharding.tensor.multiplication import multiplication_of
 from trainwright.sharding.tensor.products import multiply_columns
 from trainwright.sharding.tensor.sequence import SequenceSharding
+from trainwright.sharding.tensor.shared_rows import sum_shared_rows
 
 
 class KeyValueLinear(nn.Module):
@@ -40,13 +43,16 @@ class KeyValueLinear(nn.Module):
         sequence: As in `ColumnParallelLinear`.
         options: ``device`` and ``dtype`` of the parameters.
 
+    Attributes:
+        products: What computes the three products; None: plain products.
+
     Raises:
         ShardingError: The cut is of another size or over other ranks, or this rank's rows are not
             a multiple of the heads in ``repeats``.
 
     Communicates:
         As `ColumnParallelLinear`; the gradients of the parameters are summed by whoever reads
-        `parameter_placements`.
+        `parameter_placements`. With ``products``, what `sum_shared_rows` says besides.
     """
 
     bias: nn.Parameter | None
@@ -81,6 +87,7 @@ class KeyValueLinear(nn.Module):
         self.cut = cut
         self.input_is_entered = input_is_entered
         self.sequence = sequence
+        self.products: Products | None = None
         self.weight = zeros((out_features, in_features), options)
         self.bias = zeros((out_features,), options) if bias else None
 
@@ -94,7 +101,10 @@ class KeyValueLinear(nn.Module):
             self.tp,
             self.sequence,
             is_entered=self.input_is_entered,
+            by=multiplication_of(self, self.products),
         )
+        if self.products is not None:
+            output = sum_shared_rows(output, self.tp, self.cut)
         if self.repeats is None or set(self.repeats) == {1}:
             return output
         heads = output.chunk(len(self.repeats), -1)
@@ -109,6 +119,10 @@ class KeyValueLinear(nn.Module):
         if self.bias is not None:
             placements["bias"] = ParameterPlacement.replicated(shape[:1], terms)
         return placements
+
+    def feature_cuts(self) -> dict[str, tuple[Communicator, Cut]]:
+        """Return which rows of the whole weight each rank multiplies."""
+        return {"out_features": (self.tp, self.cut)}
 
     def reset_parameters(self, key: random.Key, std: float) -> None:
         """Draw ``weight`` by place under ``key`` and make ``bias`` zero."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import TypedDict, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from trainwright.collectives import Communicator, random
@@ -15,8 +14,10 @@ from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.placement.parameters import ParameterPlacement
 from trainwright.sharding.placement.partial import mark_partial
 from trainwright.sharding.placement.values import Partial
+from trainwright.sharding.protocol import Products
 from trainwright.sharding.tensor.cuts import Cut
 from trainwright.sharding.tensor.initial import draw_parameter_
+from trainwright.sharding.tensor.multiplication import multiplication_of, multiply
 from trainwright.sharding.tensor.parts import join_parts, take_part
 from trainwright.sharding.tensor.products import multiply_columns, multiply_rows
 from trainwright.sharding.tensor.sequence import SequenceSharding
@@ -48,6 +49,9 @@ class ColumnParallelLinear(nn.Module):
             layers, so that their input gradients are summed in one collective.
         sequence: How the positions are cut between products; None where they are not.
         options: ``device`` and ``dtype`` of the parameters.
+
+    Attributes:
+        products: What computes the three products; None: plain products.
 
     Raises:
         ShardingError: ``tp.size`` does not divide ``out_features``, or the cut is of another size,
@@ -87,6 +91,7 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output = gather_output
         self.input_is_entered = input_is_entered
         self.sequence = sequence
+        self.products: Products | None = None
         local = self.cut.numel(tp.rank)
         self.weight = zeros((local, in_features), options)
         self.bias = zeros((local,), options) if bias else None
@@ -100,6 +105,7 @@ class ColumnParallelLinear(nn.Module):
             self.tp,
             self.sequence,
             is_entered=self.input_is_entered,
+            by=multiplication_of(self, self.products),
         )
         return join_parts(output, self.tp, self.cut, -1) if self.gather_output else output
 
@@ -111,6 +117,13 @@ class ColumnParallelLinear(nn.Module):
         if self.bias is not None:
             placements["bias"] = ParameterPlacement.cut(shape[:1], 0, self.cut, rank=rank)
         return placements
+
+    def feature_cuts(self) -> dict[str, tuple[Communicator, Cut]]:
+        """Return which dims of the whole weight are cut, by which ranks and how.
+
+        For what is given to ``products``: a scale belongs to the whole of a tensor.
+        """
+        return {"out_features": (self.tp, self.cut)}
 
     def reset_parameters(self, key: random.Key, std: float) -> None:
         """Draw ``weight`` by place under ``key`` and make ``bias`` zero."""
@@ -142,6 +155,9 @@ class RowParallelLinear(nn.Module):
             terms come as a `PartialTensor`, which nothing but a reduction may use.
         sequence: How the positions are cut between products; None where they are not.
         options: ``device`` and ``dtype`` of the parameters.
+
+    Attributes:
+        products: What computes the three products; None: plain products.
 
     Raises:
         ShardingError: ``tp.size`` does not divide ``in_features``, the cut is of another size,
@@ -185,6 +201,7 @@ class RowParallelLinear(nn.Module):
         self.marks_terms = False
         self.input_is_parallel = input_is_parallel
         self.sequence = sequence
+        self.products: Products | None = None
         self.weight = zeros((out_features, self.cut.numel(tp.rank)), options)
         self.bias = zeros((out_features,), options) if bias else None
 
@@ -196,12 +213,13 @@ class RowParallelLinear(nn.Module):
         """
         if not self.input_is_parallel:
             input = take_part(input, self.tp, self.cut, -1)
+        by = multiplication_of(self, self.products)
         if self.tp.size == 1:
-            return F.linear(input, self.weight, self.bias)
+            return multiply(input, self.weight, self.bias, by)
         if not self.reduce_output:
-            terms = F.linear(input, self.weight)
+            terms = multiply(input, self.weight, None, by)
             return mark_partial(terms, "tp") if self.marks_terms else terms
-        output = multiply_rows(input, self.weight, self.tp, self.sequence)
+        output = multiply_rows(input, self.weight, self.tp, self.sequence, by)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def parameter_placements(self) -> dict[str, ParameterPlacement]:
@@ -212,6 +230,10 @@ class RowParallelLinear(nn.Module):
             gradient = {} if self.sequence is None else {"tp": Partial()}
             placements["bias"] = ParameterPlacement.replicated(shape[:1], gradient)
         return placements
+
+    def feature_cuts(self) -> dict[str, tuple[Communicator, Cut]]:
+        """Return which dims of the whole weight are cut, as `ColumnParallelLinear` does."""
+        return {"in_features": (self.tp, self.cut)}
 
     def reset_parameters(self, key: random.Key, std: float) -> None:
         """Draw ``weight`` by place under ``key`` and make ``bias`` zero."""

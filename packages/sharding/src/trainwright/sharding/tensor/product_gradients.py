@@ -1,4 +1,4 @@
-"""The gradients of products with a part of the outputs, and the dtypes that autocast asks for."""
+"""The gradients of products with a part of the outputs, so that they have gradients themselves."""
 
 # Shapes: ... any leading dims, I in_features, O the outputs computed on this rank.
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainwright.sharding.errors import NotAvailableError
+from trainwright.sharding.tensor.multiplication import weight_gradients
 from trainwright.sharding.tensor.pending import Pending
 from trainwright.sharding.tensor.sequence import SequenceSharding, enter_sequence, leave_sequence
 
@@ -39,41 +40,11 @@ def differentiable_gradients(
     ctx: Any, gradient: torch.Tensor, input: torch.Tensor, weight: torch.Tensor
 ) -> Gradients:
     """Return all gradients of a product, so that they have gradients themselves."""
-    given = gradient @ weight.conj() if ctx.needs_input_grad[0] else None
+    ctx.by.require_differentiable()
+    given = ctx.by.input_gradient(gradient, weight) if ctx.needs_input_grad[0] else None
     return given, *weight_gradients(ctx, gradient, input)
-
-
-def weight_gradients(
-    ctx: Any, gradient: torch.Tensor, input: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of weight and bias where they are wanted, of the product's input."""
-    rows = _to_rows(gradient)
-    of_weight = None
-    if ctx.needs_input_grad[1]:
-        of_weight = rows.t() @ _to_rows(input).to(rows.dtype).conj()
-    return of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
-
-
-def _to_rows(tensor: torch.Tensor) -> torch.Tensor:
-    # Not reshape(-1, O): a rank may have no outputs at all.
-    return tensor.flatten(0, -2) if tensor.ndim > 1 else tensor.unsqueeze(0)
 
 
 def finished(pending: Pending | None) -> torch.Tensor | None:
     """Return the result of what was started, if anything was."""
     return None if pending is None else pending.finish()
-
-
-def as_autocast(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Cast as autocast would cast for `F.linear`, so that the backward sees what was multiplied."""
-    kind = input.device.type
-    if not torch.is_autocast_enabled(kind):
-        return input, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-
-    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-
-    return cast_one(input), cast_one(weight), None if bias is None else cast_one(bias)

@@ -12,19 +12,23 @@ Where a schedule takes backwards apart, it calls ``input_gradient`` and, at any 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from trainwright.collectives import Communicator, differentiable
+from trainwright.sharding.tensor.multiplication import (
+    PLAIN,
+    Multiplication,
+    apply_function,
+    multiply,
+    weight_gradients,
+)
 from trainwright.sharding.tensor.pending import start_gather, start_sum, start_sum_of_parts
 from trainwright.sharding.tensor.product_gradients import (
-    as_autocast,
     differentiable_gradients,
     finished,
     gathered_gradients_again,
-    weight_gradients,
 )
 from trainwright.sharding.tensor.sequence import (
     Entrance,
@@ -43,6 +47,7 @@ def multiply_columns(
     sequence: SequenceSharding | None = None,
     *,
     is_entered: bool = False,
+    by: Multiplication = PLAIN,
 ) -> torch.Tensor:
     """Return ``input @ weight.T + bias`` where each rank has other rows of the weight.
 
@@ -53,24 +58,26 @@ def multiply_columns(
         tp: The tensor-parallel ranks.
         sequence: How the positions are cut, None where the input is replicated.
         is_entered: The input has been through ``replicate_to_partial`` or `enter_sequence`.
+        by: How this forward multiplies.
 
     Communicates:
         Unless entered: backward one all-reduce of the input's gradient, or with ``sequence``
         what `enter_sequence` says. None at size 1.
     """
     if tp.size == 1:
-        return F.linear(input, weight, bias)
-    tensors = as_autocast(input, weight, bias)
+        return multiply(input, weight, bias, by)
+    tensors = by.operands(input, weight, bias)
     if is_entered:
         entrance = entrance_of(input)
         if entrance is None:
-            return F.linear(input, weight, bias)
+            return multiply(input, weight, bias, by)
         if weight.requires_grad:
             entrance.regather.users += 1
-        return _apply(_EnteredProduct, *tensors, entrance.part, entrance)
+        return apply_function(_EnteredProduct, *tensors, by, entrance.part, entrance)
     if sequence is None:
-        return _apply(_ReplicatedProduct, *tensors, tp)
-    return _apply(_GatheredProduct, *tensors, tp, sequence, sequence.length_of(input, tp))
+        return apply_function(_ReplicatedProduct, *tensors, by, tp)
+    length = sequence.length_of(input, tp)
+    return apply_function(_GatheredProduct, *tensors, by, tp, sequence, length)
 
 
 def multiply_rows(
@@ -78,6 +85,7 @@ def multiply_rows(
     weight: torch.Tensor,
     tp: Communicator,
     sequence: SequenceSharding | None = None,
+    by: Multiplication = PLAIN,
 ) -> torch.Tensor:
     """Return the sum over the ranks of ``input @ weight.T``, or this rank's positions of it.
 
@@ -85,14 +93,14 @@ def multiply_rows(
         Forward one all-reduce and backward nothing, or with ``sequence`` one reduce-scatter and
         one all-gather. None at size 1.
     """
-    terms = F.linear(input, weight)
+    terms = multiply(input, weight, None, by)
     if sequence is not None:
         return leave_sequence(terms, tp, sequence)
     if tp.size == 1:
         return terms
     if terms._is_view() or not terms.is_contiguous():
         return differentiable.partial_to_replicate(terms, tp)
-    return _apply(_SumInPlace, terms, tp)
+    return apply_function(_SumInPlace, terms, tp)
 
 
 class _SumInPlace(torch.autograd.Function):
@@ -120,11 +128,13 @@ class _ReplicatedProduct(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        by: Multiplication,
         tp: Communicator,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
+        ctx.by = by
         ctx.tp = tp
-        return F.linear(input, weight, bias)
+        return by.output(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -133,18 +143,21 @@ class _ReplicatedProduct(torch.autograd.Function):
             input = differentiable.replicate_to_partial(input, ctx.tp)
             given, *rest = differentiable_gradients(ctx, gradient, input, weight)
             total = None if given is None else differentiable.partial_to_replicate(given, ctx.tp)
-            return total, *rest, None
-        summing = start_sum(gradient @ weight.conj(), ctx.tp) if ctx.needs_input_grad[0] else None
+            return total, *rest, None, None
+        summing = None
+        if ctx.needs_input_grad[0]:
+            summing = start_sum(ctx.by.input_gradient(gradient, weight), ctx.tp)
         own = weight_gradients(ctx, gradient, input)
-        return finished(summing), *own, None
+        return finished(summing), *own, None, None
 
     @staticmethod
     def input_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of the input; one all-reduce."""
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None
+            return None, None, None, None, None
         _, weight = ctx.saved_tensors
-        return start_sum(gradient @ weight.conj(), ctx.tp).finish(), None, None, None
+        terms = ctx.by.input_gradient(gradient, weight)
+        return start_sum(terms, ctx.tp).finish(), None, None, None, None
 
     @staticmethod
     def weight_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -163,32 +176,35 @@ class _GatheredProduct(torch.autograd.Function):
         part: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        by: Multiplication,
         tp: Communicator,
         sequence: SequenceSharding,
         length: int,
     ) -> torch.Tensor:
         whole = start_gather(part, tp, sequence.dim, length).finish()
         ctx.save_for_backward(whole if sequence.keeps_whole else part, weight)
+        ctx.by = by
         ctx.tp = tp
         ctx.sequence = sequence
         ctx.length = length
-        return F.linear(whole, weight, bias)
+        return by.output(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept, weight = ctx.saved_tensors
         sequence: SequenceSharding = ctx.sequence
         if torch.is_grad_enabled():
-            return *gathered_gradients_again(ctx, gradient, kept, weight), None, None, None
+            return *gathered_gradients_again(ctx, gradient, kept, weight), None, None, None, None
         gathering = None
         if ctx.needs_input_grad[1] and not sequence.keeps_whole:
             gathering = start_gather(kept, ctx.tp, sequence.dim, ctx.length)
         summing = None
         if ctx.needs_input_grad[0]:
-            summing = start_sum_of_parts(gradient @ weight.conj(), ctx.tp, sequence.dim)
+            terms = ctx.by.input_gradient(gradient, weight)
+            summing = start_sum_of_parts(terms, ctx.tp, sequence.dim)
         whole = kept if gathering is None else gathering.finish()
         own = weight_gradients(ctx, gradient, whole)
-        return finished(summing), *own, None, None, None
+        return finished(summing), *own, None, None, None, None
 
     @staticmethod
     def input_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -196,8 +212,9 @@ class _GatheredProduct(torch.autograd.Function):
         given = None
         if ctx.needs_input_grad[0]:
             _, weight = ctx.saved_tensors
-            given = start_sum_of_parts(gradient @ weight.conj(), ctx.tp, ctx.sequence.dim).finish()
-        return given, None, None, None, None, None
+            terms = ctx.by.input_gradient(gradient, weight)
+            given = start_sum_of_parts(terms, ctx.tp, ctx.sequence.dim).finish()
+        return given, None, None, None, None, None, None
 
     @staticmethod
     def weight_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -219,12 +236,14 @@ class _EnteredProduct(torch.autograd.Function):
         whole: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        by: Multiplication,
         part: torch.Tensor,
         entrance: Entrance,
     ) -> torch.Tensor:
         ctx.save_for_backward(part, weight)
+        ctx.by = by
         ctx.regather = entrance.regather
-        return F.linear(whole, weight, bias)
+        return by.output(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -233,19 +252,19 @@ class _EnteredProduct(torch.autograd.Function):
         if torch.is_grad_enabled():
             sequence = SequenceSharding(regather.dim, True, regather.length)
             whole = enter_sequence(part, regather.comm, sequence)
-            return *differentiable_gradients(ctx, gradient, whole, weight), None, None
+            return *differentiable_gradients(ctx, gradient, whole, weight), None, None, None
         if ctx.needs_input_grad[1]:
             regather.start(part)
-        given = gradient @ weight.conj() if ctx.needs_input_grad[0] else None
+        given = ctx.by.input_gradient(gradient, weight) if ctx.needs_input_grad[0] else None
         whole = regather.take() if ctx.needs_input_grad[1] else part
-        return given, *weight_gradients(ctx, gradient, whole), None, None
+        return given, *weight_gradients(ctx, gradient, whole), None, None, None
 
     @staticmethod
     def input_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of what was gathered."""
         _, weight = ctx.saved_tensors
-        given = gradient @ weight.conj() if ctx.needs_input_grad[0] else None
-        return given, None, None, None, None
+        given = ctx.by.input_gradient(gradient, weight) if ctx.needs_input_grad[0] else None
+        return given, None, None, None, None, None
 
     @staticmethod
     def weight_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -255,13 +274,3 @@ class _EnteredProduct(torch.autograd.Function):
             ctx.regather.start(part)
             part = ctx.regather.take()
         return weight_gradients(ctx, gradient, part)
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
-    tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
-    if torch.overrides.has_torch_function(tensors):
-        # So that a schedule that takes backwards apart sees it, which costs nothing where none is.
-        return cast(
-            torch.Tensor, torch.overrides.handle_torch_function(function.apply, tensors, *args)
-        )
-    return cast(torch.Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
