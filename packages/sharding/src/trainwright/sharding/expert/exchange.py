@@ -1,0 +1,149 @@
+"""Tokens travel to the ranks of their experts and back, in uneven parts."""
+
+# Shapes: N tokens, K experts of a token, A rows sent, R rows received, E experts, L local experts,
+# D model.
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from trainwright.collectives import differentiable
+from trainwright.sharding.expert.ranks import ExpertRanks
+from trainwright.sharding.expert.rows import permute, place_choices, take_tokens
+
+
+@attrs.frozen(eq=False)
+class Trip:
+    """Which rows travel where in one forward.
+
+    Args:
+        num_tokens: N.
+        top_k: K.
+        order: int64 [A], which of the N * K choices are sent, by expert.
+        sent: Rows to each rank of ep.
+        received: Rows from each rank of ep.
+        shared: Rows of each rank of etp, which compute on the rows of all.
+        regroup: int64 [R], brings the rows into the order of the local experts; None where they
+            are in it.
+        inverse: int64 [R], brings them back.
+        sizes: Rows of each local expert; they sum to R.
+    """
+
+    num_tokens: int
+    top_k: int
+    order: torch.Tensor
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    shared: tuple[int, ...]
+    regroup: torch.Tensor | None
+    inverse: torch.Tensor | None
+    sizes: tuple[int, ...]
+
+
+def plan_trip(experts_NK: torch.Tensor, num_experts: int, ranks: ExpertRanks) -> Trip:
+    """Agree with the other ranks on which rows travel where.
+
+    Args:
+        experts_NK: int64, the expert of each choice; E where it is not sent.
+        num_experts: E, a multiple of ``ranks.ep.size``.
+        ranks: The ranks.
+
+    Communicates:
+        One all-to-all of 8 * E * etp bytes over ep * etp; then the host reads the counts, once.
+    """
+    ep, etp = ranks.ep.size, ranks.etp.size
+    flat = experts_NK.flatten()
+    order = flat.argsort(stable=True)
+    counts_E = flat.new_zeros(num_experts + 1).index_add_(0, flat, torch.ones_like(flat))[:-1]
+    to_each = counts_E.view(ep, 1, -1).expand(-1, etp, -1).flatten(0, 1).contiguous()
+    from_each = torch.empty_like(to_each)
+    if ranks.peers.size > 1:
+        ranks.peers.all_to_all(from_each, to_each).wait()
+    else:
+        from_each = to_each
+    local = num_experts // ep
+    told = torch.cat([to_each, from_each]).tolist()  # the one place where the host waits
+    sent = tuple(sum(told[peer * etp]) for peer in range(ep))
+    heard = [told[ep * etp + peer] for peer in range(ep * etp)]
+    own = ranks.etp.rank
+    regroup, inverse = _regroup(from_each.view(ep, etp, local), sum(map(sum, heard)))
+    return Trip(
+        num_tokens=experts_NK.shape[0],
+        top_k=experts_NK.shape[1],
+        order=order[: sum(sent)],
+        sent=sent,
+        received=tuple(sum(heard[peer * etp + own]) for peer in range(ep)),
+        shared=tuple(sum(sum(heard[peer * etp + q]) for peer in range(ep)) for q in range(etp)),
+        regroup=regroup,
+        inverse=inverse,
+        sizes=tuple(sum(row[expert] for row in heard) for expert in range(local)),
+    )
+
+
+def dispatch(hidden_ND: torch.Tensor, trip: Trip, ranks: ExpertRanks) -> torch.Tensor:
+    """Send each token to the ranks of its experts.
+
+    Args:
+        hidden_ND: This rank's tokens.
+        trip: Where they go.
+        ranks: The ranks.
+
+    Returns:
+        The rows for this rank's experts [R, D], one expert after the other.
+
+    Communicates:
+        One all-to-all over ep, and with etp > 1 one over etp, in which each rank's rows go to all;
+        backward the same.
+    """
+    rows = take_tokens(hidden_ND, trip.order, trip.top_k)
+    rows = differentiable.all_to_all(rows, ranks.ep, trip.received, trip.sent)
+    etp = ranks.etp
+    if etp.size > 1:
+        own = (trip.shared[etp.rank],) * etp.size
+        rows = differentiable.all_to_all(rows.repeat(etp.size, 1), etp, trip.shared, own)
+    if trip.regroup is None or trip.inverse is None:
+        return rows
+    return permute(rows, trip.regroup, trip.inverse)
+
+
+def combine(rows_RD: torch.Tensor, trip: Trip, ranks: ExpertRanks) -> torch.Tensor:
+    """Bring what the experts computed back to the tokens.
+
+    Args:
+        rows_RD: Of this rank's experts, in the order of `dispatch`; with etp > 1 this rank's terms.
+        trip: As for `dispatch`.
+        ranks: The ranks.
+
+    Returns:
+        By token and choice [N, K, D]; zero where a choice was not sent.
+
+    Communicates:
+        As `dispatch`.
+    """
+    rows = rows_RD
+    if trip.regroup is not None and trip.inverse is not None:
+        rows = permute(rows, trip.inverse, trip.regroup)
+    etp = ranks.etp
+    if etp.size > 1:
+        own = trip.shared[etp.rank]
+        terms = differentiable.all_to_all(rows, etp, (own,) * etp.size, trip.shared)
+        rows = terms.view(etp.size, own, rows.shape[1]).sum(0)
+    rows = differentiable.all_to_all(rows, ranks.ep, trip.sent, trip.received)
+    return place_choices(rows, trip.order, trip.num_tokens, trip.top_k)
+
+
+def _regroup(
+    counts_pqL: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the order of rows by local expert, and back, for rows that came by etp, ep, expert."""
+    ep, etp, local = counts_pqL.shape
+    if ep * etp == 1 or local == 1:
+        return None, None
+    expert_of = torch.arange(local, device=counts_pqL.device).repeat(ep * etp)
+    came = counts_pqL.transpose(0, 1).reshape(-1)
+    expert_R = torch.repeat_interleave(expert_of, came, output_size=num_rows)
+    regroup = expert_R.argsort(stable=True)
+    inverse = torch.empty_like(regroup)
+    inverse[regroup] = torch.arange(num_rows, device=regroup.device)
+    return regroup, inverse

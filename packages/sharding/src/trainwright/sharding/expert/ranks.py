@@ -1,0 +1,42 @@
+"""The ranks that the tokens of an expert layer meet on."""
+
+from __future__ import annotations
+
+import attrs
+
+from trainwright.collectives import Communicator
+from trainwright.sharding.mesh import Mesh
+
+
+@attrs.frozen(eq=False)
+class ExpertRanks:
+    """The communicators of an expert layer, taken from the two views of a mesh.
+
+    Args:
+        ep: Joins the ranks that hold other experts.
+        etp: Joins the ranks that hold other parts of the same experts.
+        peers: Joins both, etp fastest: the ranks whose tokens meet.
+        tp: Joins the ranks with the same sequences and positions, or with other positions under
+            sequence parallelism.
+        sequence: Joins cp and tp: the ranks that hold the tokens of one sequence.
+        cp_size: Ranks that cut a sequence.
+    """
+
+    ep: Communicator
+    etp: Communicator
+    peers: Communicator
+    tp: Communicator
+    sequence: Communicator
+    cp_size: int
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> ExpertRanks:
+        """Return those of this rank."""
+        return cls(
+            mesh.communicator("ep"),
+            mesh.communicator("etp"),
+            mesh.communicator("ep", "etp"),
+            mesh.communicator("tp"),
+            mesh.communicator("cp", "tp"),
+            mesh.size("cp"),
+        )
