@@ -4,6 +4,7 @@ from trainwright.sharding.context.attend import attend
 from trainwright.sharding.context.chunked import ChunkedKernel
 from trainwright.sharding.context.documents import Documents, Run
 from trainwright.sharding.context.gathered import gathered_attention
+from trainwright.sharding.context.hybrid import hybrid_attention, hybrid_communicators
 from trainwright.sharding.context.kernels import (
     CpuFlashKernel,
     CudaFlashKernel,
@@ -11,6 +12,7 @@ from trainwright.sharding.context.kernels import (
     choose_kernel,
 )
 from trainwright.sharding.context.layout import ContextLayout
+from trainwright.sharding.context.relayout import change_layout
 from trainwright.sharding.context.ring import ring_attention
 from trainwright.sharding.context.ring_plan import RingPlan, RingStep
 from trainwright.sharding.context.spans import Segment, Span, spans_between
@@ -29,8 +31,11 @@ __all__ = [
     "Segment",
     "Span",
     "attend",
+    "change_layout",
     "choose_kernel",
     "gathered_attention",
+    "hybrid_attention",
+    "hybrid_communicators",
     "ring_attention",
     "spans_between",
     "ulysses_attention",

@@ -16,18 +16,23 @@ def check_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     layout: ContextLayout,
-    comm: Communicator,
+    comm: Communicator | tuple[Communicator, Communicator],
     documents: Documents | None,
 ) -> None:
     """Raise if the ranks, the layout, the documents and this rank's tensors do not fit.
 
+    Two communicators are the columns and the rows of a grid.
+
     Raises:
         ShardingError: They do not.
     """
-    if layout.size != comm.size:
+    outer, inner = comm if isinstance(comm, tuple) else (comm, None)
+    size, rank, name = outer.size, outer.rank, repr(outer.name)
+    if inner is not None:
+        size, rank, name = size * inner.size, rank * inner.size + inner.rank, "the grid"
+    if layout.size != size:
         raise ShardingError(
-            f"the layout is for {layout.size} ranks and {comm.name!r} has {comm.size}; make it "
-            f"with size={comm.size}"
+            f"the layout is for {layout.size} ranks and {name} has {size}; make it with size={size}"
         )
     if documents is not None and documents.length != layout.length:
         raise ShardingError(
@@ -40,9 +45,9 @@ def check_attention(
             f"documents are of {len(documents.rows)} sequences and q of {q.shape[0]}; pass those "
             "of this micro-batch"
         )
-    here = layout.sizes[comm.rank]
+    here = layout.sizes[rank]
     if q.shape[2] != here or k.shape[2] != here:
         raise ShardingError(
-            f"rank {comm.rank} holds {here} of {layout.length} positions under {layout}, got q "
+            f"rank {rank} holds {here} of {layout.length} positions under {layout}, got q "
             f"with {q.shape[2]} and k with {k.shape[2]} in dim 2"
         )

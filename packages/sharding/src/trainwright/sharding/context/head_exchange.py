@@ -12,8 +12,15 @@ import attrs
 import torch
 
 from trainwright.collectives import Communicator, differentiable
-from trainwright.sharding.context.head_shares import HeadShare, common, count, indices_of
-from trainwright.sharding.context.spans import Range
+from trainwright.sharding.context.head_shares import HeadShare
+from trainwright.sharding.context.time_order import (
+    common,
+    count,
+    in_time_order,
+    indices_of,
+    size,
+    take_ranges,
+)
 from trainwright.sharding.tensor.cuts import Ranges
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -44,9 +51,9 @@ class HeadExchange:
         for share in self.shares:
             rows = indices_of(self.held[rank], share.queries)
             kv = slice(*share.kv_heads)
-            sent.append([_take(q[:, slice(*share.heads)], rows), k[:, kv], v[:, kv]])
+            sent.append([take_ranges(q[:, slice(*share.heads)], rows, 2), k[:, kv], v[:, kv]])
         asked = [common(held, mine.queries) for held in self.held]
-        batch, num_heads, num_kv = q.shape[0], _size(mine.heads), _size(mine.kv_heads)
+        batch, num_heads, num_kv = q.shape[0], size(mine.heads), size(mine.kv_heads)
         shapes = [
             [
                 (batch, num_heads, count(rows), q.shape[-1]),
@@ -56,11 +63,11 @@ class HeadExchange:
             for rows, held in zip(asked, self.held, strict=True)
         ]
         queries, keys, values = zip(*_exchange(sent, shapes, self.comm), strict=True)
-        found_k, found_v = (_in_time_order(parts, self.held) for parts in (keys, values))
+        found_k, found_v = (in_time_order(parts, self.held, 2) for parts in (keys, values))
         if mine.repeats is not None:
             index = torch.tensor(mine.repeats, device=q.device)
             found_k, found_v = found_k.index_select(1, index), found_v.index_select(1, index)
-        return _in_time_order(queries, asked), found_k, found_v
+        return in_time_order(queries, asked, 2), found_k, found_v
 
     def leave(self, out: torch.Tensor) -> torch.Tensor:
         """Return all heads of this rank's positions, from what each rank has computed.
@@ -69,17 +76,17 @@ class HeadExchange:
             One all-to-all; backward one more.
         """
         mine, here = self.shares[self.comm.rank], self.held[self.comm.rank]
-        sent = [[_take(out, indices_of(mine.queries, held))] for held in self.held]
+        sent = [[take_ranges(out, indices_of(mine.queries, held), 2)] for held in self.held]
         asked = [common(here, share.queries) for share in self.shares]
         shapes = [
-            [(out.shape[0], _size(share.heads), count(rows), out.shape[-1])]
+            [(out.shape[0], size(share.heads), count(rows), out.shape[-1])]
             for share, rows in zip(self.shares, asked, strict=True)
         ]
         parts = [part for (part,) in _exchange(sent, shapes, self.comm)]
         found = []
         for _, ranks in itertools.groupby(range(len(parts)), lambda rank: self.shares[rank].heads):
             sharing = list(ranks)
-            found.append(_in_time_order([parts[r] for r in sharing], [asked[r] for r in sharing]))
+            found.append(in_time_order([parts[r] for r in sharing], [asked[r] for r in sharing], 2))
         return torch.cat(found, 1)
 
 
@@ -94,30 +101,8 @@ def _exchange(
     sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
     taken = [sum(of_rank) for of_rank in sizes]
     received = differentiable.all_to_all(flat, comm, taken, given)
-    pieces = torch.split(received, [size for of_rank in sizes for size in of_rank])
+    pieces = torch.split(received, [each for of_rank in sizes for each in of_rank])
     flat_shapes = [shape for of_rank in shapes for shape in of_rank]
     tensors = [piece.view(shape) for piece, shape in zip(pieces, flat_shapes, strict=True)]
     each = len(shapes[0])
     return [tuple(tensors[at : at + each]) for at in range(0, len(tensors), each)]
-
-
-def _take(tensor: torch.Tensor, rows: Ranges) -> torch.Tensor:
-    """Return some ranges of the positions [B, heads, S, E]."""
-    parts = [tensor[:, :, start:stop] for start, stop in rows]
-    return torch.cat(parts, 2) if parts else tensor[:, :, :0]
-
-
-def _in_time_order(parts: Sequence[torch.Tensor], held: Sequence[Ranges]) -> torch.Tensor:
-    """Join parts [B, heads, S, E] that hold ranges of positions."""
-    pieces = []
-    for part, ranges in zip(parts, held, strict=True):
-        at = 0
-        for start, stop in ranges:
-            pieces.append((start, part[:, :, at : at + stop - start]))
-            at += stop - start
-    pieces.sort(key=lambda piece: piece[0])
-    return torch.cat([piece for _, piece in pieces], 2) if pieces else parts[0]
-
-
-def _size(ends: Range) -> int:
-    return ends[1] - ends[0]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import attrs
 
 from trainwright.sharding.context.layout import ContextLayout
-from trainwright.sharding.context.spans import Range
+from trainwright.sharding.context.time_order import Range, count, positions_at
 from trainwright.sharding.tensor.cuts import Cut, Ranges
 
 
@@ -52,46 +50,11 @@ def share_heads(
     return tuple(shares)
 
 
-def indices_of(held: Ranges, wanted: Ranges) -> Ranges:
-    """Return where wanted positions lie among those held, as ranges of indices, in held order."""
-    found = []
-    at = 0
-    for start, stop in held:
-        for first, last in wanted:
-            low, high = max(start, first), min(stop, last)
-            if low < high:
-                found.append((at + low - start, at + high - start))
-        at += stop - start
-    return tuple(found)
-
-
-def common(one: Ranges, other: Ranges) -> Ranges:
-    """Return the positions in both, in the order of the first."""
-    pairs = [(max(a, c), min(b, d)) for a, b in one for c, d in other]
-    return tuple((start, stop) for start, stop in pairs if start < stop)
-
-
-def count(ranges: Iterable[Range]) -> int:
-    """Return how many positions or indices there are."""
-    return sum(stop - start for start, stop in ranges)
-
-
 def _work(num_heads: int, positions: Ranges, ranks: int) -> list[tuple[Range, Ranges]]:
     if num_heads >= ranks:
         return [(ranges[0], positions) for ranges in Cut.balanced(num_heads, ranks).ranges]
     found: list[tuple[Range, Ranges]] = []
     for head, sharing in enumerate(Cut.balanced(ranks, num_heads).sizes):
         layout = ContextLayout("zigzag", count(positions), sharing)
-        found += [((head, head + 1), _among(positions, of_rank)) for of_rank in layout.ranges]
+        found += [((head, head + 1), positions_at(positions, of_rank)) for of_rank in layout.ranges]
     return found
-
-
-def _among(positions: Ranges, indices: Ranges) -> Ranges:
-    """Return the positions at some indices among all."""
-    found = []
-    at = 0
-    for start, stop in positions:
-        for first, last in common(((at, at + stop - start),), indices):
-            found.append((start + first - at, start + last - at))
-        at += stop - start
-    return tuple(found)

@@ -18,7 +18,7 @@ from trainwright.sharding.context.kernels import Kernel, choose_kernel
 from trainwright.sharding.context.layout import ContextLayout
 from trainwright.sharding.context.merging import MergedOutput, SummedGradients
 from trainwright.sharding.context.ring_plan import RingPlan, RingStep, ring_plan
-from trainwright.sharding.context.spans import Range
+from trainwright.sharding.context.time_order import Range
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -69,7 +69,7 @@ def ring_attention(
     """
     known = documents_of(documents)
     check_attention(q, k, v, layout, comm, known)
-    plan = ring_plan(layout.ranges, comm.rank, causal, known)
+    plan = ring_plan(layout.ranges, layout.ranges, comm.rank, causal, known)
     return ring_of_plan(q, k, v, plan, comm, scale)
 
 

@@ -8,12 +8,12 @@ import attrs
 
 from trainwright.sharding.context.documents import Documents
 from trainwright.sharding.context.spans import (
-    Range,
     Span,
     hull_of_keys,
     shift_keys,
     spans_between,
 )
+from trainwright.sharding.context.time_order import Range
 from trainwright.sharding.tensor.cuts import Ranges
 
 
@@ -53,7 +53,8 @@ class RingPlan:
     @classmethod
     def of(
         cls,
-        ranges: Sequence[Ranges],
+        queries: Sequence[Ranges],
+        keys: Sequence[Ranges],
         rank: int,
         *,
         causal: bool,
@@ -62,15 +63,16 @@ class RingPlan:
         """Return the plan of a rank.
 
         Args:
-            ranges: By rank, the ranges of positions that it holds, in its order.
+            queries: By rank, the ranges of positions of its queries, in its order.
+            keys: By rank, those of its keys.
             rank: The rank.
             causal: Whether a position sees none after itself.
             documents: Which positions see each other at all; None: all.
         """
-        size = len(ranges)
+        size = len(keys)
 
         def seen(user: int, owner: int) -> tuple[Span, ...]:
-            return spans_between(ranges[user], ranges[owner], causal=causal, documents=documents)
+            return spans_between(queries[user], keys[owner], causal=causal, documents=documents)
 
         steps = []
         for step in range(size):
@@ -95,11 +97,16 @@ class RingPlan:
 
 
 def ring_plan(
-    ranges: tuple[Ranges, ...], rank: int, causal: bool, documents: Documents | None
+    queries: tuple[Ranges, ...],
+    keys: tuple[Ranges, ...],
+    rank: int,
+    causal: bool,
+    documents: Documents | None,
 ) -> RingPlan:
     """Return a rank's plan, made once for all layers that are given the same `Documents`."""
 
     def compute() -> RingPlan:
-        return RingPlan.of(ranges, rank, causal=causal, documents=documents)
+        return RingPlan.of(queries, keys, rank, causal=causal, documents=documents)
 
-    return compute() if documents is None else documents.once((ranges, rank, causal), compute)
+    key = ("ring", queries, keys, rank, causal)
+    return compute() if documents is None else documents.once(key, compute)

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import attrs
 
 from trainwright.sharding.context.documents import Documents, Run
+from trainwright.sharding.context.time_order import Range, size
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.tensor.cuts import Ranges
-
-Range = tuple[int, int]
 
 
 @attrs.frozen
@@ -38,14 +37,14 @@ class Span:
         for start, stop in (self.queries, self.keys, self.rows or (0, 1)):
             if not 0 <= start < stop:
                 raise ShardingError(f"ranges of a span hold at least one index, got {self}")
-        if self.causal and _size(self.queries) != _size(self.keys):
+        if self.causal and size(self.queries) != size(self.keys):
             raise ShardingError(f"a causal span has as many queries as keys, got {self}")
 
     @property
     def area(self) -> int:
         """How many pairs of a query and a key it has, for each sequence and head."""
-        size = _size(self.queries)
-        return size * (size + 1) // 2 if self.causal else size * _size(self.keys)
+        num = size(self.queries)
+        return num * (num + 1) // 2 if self.causal else num * size(self.keys)
 
 
 @attrs.frozen
@@ -105,7 +104,11 @@ def remembered_spans(
     def compute() -> tuple[Span, ...]:
         return spans_between(queries, keys, causal=causal, documents=documents)
 
-    return compute() if documents is None else documents.once((queries, keys, causal), compute)
+    return (
+        compute()
+        if documents is None
+        else documents.once(("spans", queries, keys, causal), compute)
+    )
 
 
 def hull_of_keys(spans: Iterable[Span]) -> Range | None:
@@ -128,9 +131,8 @@ def _of_row(
     for document, asking in _by_document(queries, runs).items():
         asked = keys_of.get(document, [])
         if causal and _is_one_stretch(asking, asked):
-            start = (asking[0].start, asked[0].start)
-            size = asking[-1].stop - start[0]
-            yield Span((start[0], start[0] + size), (start[1], start[1] + size), True, rows)
+            stretch = (asking[0].start, asking[-1].stop)
+            yield Span(stretch, (asked[0].start, asked[-1].stop), True, rows)
             continue
         pairs = [_pair(one, other, causal) for one in asking for other in asked]
         for corner in _joined([found for pair in pairs for found in pair]):
@@ -177,11 +179,11 @@ def _pair(asking: Segment, asked: Segment, causal: bool) -> list[Span]:
     if asked.start < first_key:
         found.append(Span(whole.queries, (asked.start, first_key)))
     if together < end:
-        size = end - together
-        found.append(Span((first_query, first_query + size), (first_key, first_key + size), True))
-        if first_query + size < asking.stop:
-            later = (first_query + size, asking.stop)
-            found.append(Span(later, (first_key, asked.stop)))
+        later = first_query + end - together
+        keys = (first_key, first_key + end - together)
+        found.append(Span((first_query, later), keys, True))
+        if later < asking.stop:
+            found.append(Span((later, asking.stop), keys))
     return found
 
 
@@ -202,7 +204,3 @@ def _join_neighbours(blocks: list[tuple[Range, Range]]) -> list[tuple[Range, Ran
         else:
             found.append((across, along))
     return found
-
-
-def _size(ends: Range) -> int:
-    return ends[1] - ends[0]
