@@ -1,12 +1,13 @@
-"""The protocols of this package: how layers are run, what is captured, where files live."""
+"""The protocols of this package: how layers run, what they keep and where, where files live."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 Reenter = Callable[[], AbstractContextManager[object]]
@@ -35,6 +36,34 @@ class Capture(Protocol):
 
     def __call__(self) -> Reenter:
         """Return what re-enters the state that holds now."""
+        ...
+
+
+@runtime_checkable
+class Held(Protocol):
+    """A tensor that backward needs, in the form or place that a `Keeper` gave it."""
+
+    @property
+    def resident(self) -> Sequence[torch.Tensor]:
+        """Return what of it lives where the model runs, such as encoded parts."""
+        ...
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor, with its shape, strides, dtype and device; may be called again."""
+        ...
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """Decides how a tensor is kept from the forward to the backward.
+
+    Laws: what `Held.restore` returns has the values that the tensor had when ``hold`` was called,
+    whatever happens to the tensor in the meantime, but for an error that the keeper states. What
+    a held tensor takes is given back when nobody refers to it any more.
+    """
+
+    def hold(self, tensor: torch.Tensor) -> Held | None:
+        """Return the tensor held, or None for one that is to stay as it is."""
         ...
 
 

@@ -1,0 +1,167 @@
+"""One call of a recomputed function: run once forward, and again for each backward."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from trainwright.checkpointing.errors import ReplayError
+from trainwright.checkpointing.protocol import Capture, Reenter
+
+from .ambient import capture_function_modes
+from .arguments import Build
+from .buffers import Buffers
+from .decisions import Decisions
+from .fingerprints import Fingerprints
+from .kept_operators import KeptOperators
+from .measure import counting, tracker
+from .randomness import Randomness, generators_of
+
+
+@attrs.frozen(eq=False)
+class RegionOptions:
+    """How a region is run, as `Recomputed` says."""
+
+    captures: tuple[Capture, ...]
+    preserve_rng_state: bool
+    verify: bool
+    kept: KeptOperators | None
+
+
+class Region:
+    """One call of ``function``.
+
+    Args:
+        function: What is run.
+        options: How.
+        arguments: Positional and keyword arguments of the first run.
+        build: Makes arguments of the same kind around other tensors.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        options: RegionOptions,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        build: Build,
+    ) -> None:
+        self._function = function
+        self._options = options
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
+        self._build = build
+        self._context = contextvars.copy_context()
+        self._reenters: list[Reenter] = []
+        self._randomness: Randomness | None = None
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._decisions = Decisions()
+        self._fingerprints = Fingerprints() if options.verify else None
+        self._counter = tracker()
+        self._buffers: Buffers | None = None
+
+    def run(self, *tensors: torch.Tensor) -> Any:
+        """Run forward the first time, later again on what the arguments were."""
+        if self._first is not None:
+            args, kwargs = self._first
+            self._first = None  # from here on the graph alone decides what stays alive
+            return self._run_forward(tensors, args, kwargs)
+        self._check_parameters()
+        args, kwargs = self._build(tensors)
+        return self._context.copy().run(self._run_again, args, kwargs)
+
+    def _run_forward(
+        self, tensors: tuple[torch.Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        options = self._options
+        self._reenters = [capture() for capture in (capture_function_modes, *options.captures)]
+        self._versions = [
+            (name, parameter, parameter._version)
+            for name, parameter in _parameters(self._function)
+            if not parameter.is_inference()
+        ]
+        buffers = Buffers(_modules(self._function))
+        randomness = None
+        if options.preserve_rng_state:
+            generators = generators_of(self._function, (*args, *kwargs.values()))
+            randomness = Randomness((tensor.device for tensor in tensors), generators)
+        with ExitStack() as stack:
+            stack.enter_context(self._decisions.recording())
+            if self._fingerprints is not None:
+                stack.enter_context(self._fingerprints.taking())
+            if options.kept is not None:
+                stack.enter_context(options.kept.keeping())
+            output = self._function(*args, **kwargs)
+        buffers.forget_unchanged()
+        self._buffers = buffers
+        if randomness is not None:
+            randomness.stop_watching()
+        self._randomness = randomness
+        return output
+
+    def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with ExitStack() as stack:
+            for reenter in self._reenters:
+                stack.enter_context(reenter())
+            if self._randomness is not None:
+                stack.enter_context(self._randomness.replay())
+            if self._buffers is not None:
+                stack.enter_context(self._buffers.as_before())
+            stack.enter_context(self._decisions.replaying())
+            stack.enter_context(counting(self._counter))
+            if self._fingerprints is not None:
+                stack.enter_context(self._fingerprints.comparing())
+            if self._options.kept is not None:
+                stack.enter_context(self._options.kept.giving())
+            self._function(*args, **kwargs)
+
+    def _check_parameters(self) -> None:
+        for name, parameter, version in self._versions:
+            if parameter._version != version:
+                raise ReplayError(
+                    f"parameter {name} was changed in place between the forward and its "
+                    "recomputation, so the gradients would be of other weights; finish backward "
+                    "before the update, or keep this layer's activations"
+                )
+
+
+@attrs.frozen(eq=False)
+class Segment:
+    """Layers that are recomputed together, called one after the other.
+
+    Args:
+        layers: In the order in which they run.
+        first: The number of the first one, for messages.
+    """
+
+    layers: tuple[nn.Module, ...]
+    first: int
+
+    def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the last layer."""
+        for layer in self.layers:
+            hidden = layer(hidden, *args, **kwargs)
+        return hidden
+
+
+def _modules(function: object) -> Sequence[tuple[str, nn.Module]]:
+    if isinstance(function, nn.Module):
+        return [("", function)]
+    if isinstance(function, Segment):
+        numbered = enumerate(function.layers, function.first)
+        return [(str(number), layer) for number, layer in numbered if isinstance(layer, nn.Module)]
+    return []
+
+
+def _parameters(function: object) -> list[tuple[str, torch.Tensor]]:
+    found: list[tuple[str, torch.Tensor]] = []
+    for prefix, module in _modules(function):
+        found += module.named_parameters(prefix=prefix)
+    if not found:
+        others = getattr(function, "named_parameters", None)
+        found += others() if callable(others) else []
+    return found
