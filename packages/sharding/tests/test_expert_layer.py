@@ -4,10 +4,10 @@ from hypothesis import example, given, settings
 
 from trainwright.sharding.expert import Routing
 from trainwright.sharding.expert.testing import (
-    ExpertCase,
     check_experts_compute_the_plain_mixture,
     expert_cases,
 )
+from trainwright.sharding.expert.testing_plain import ExpertCase
 
 LIMITED = Routing(4, 2, capacity_factor=0.6)
 
