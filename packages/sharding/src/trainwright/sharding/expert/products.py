@@ -62,34 +62,46 @@ class _ExpertProducts(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        of_rows, _, _ = _ExpertProducts.input_gradient(ctx, gradient)
-        return of_rows, *_ExpertProducts.weight_gradient(ctx, gradient), None
+        # Read once: a recomputed region unpacks what was saved a single time.
+        rows_RI, weights_LOI = ctx.saved_tensors
+        of_rows = _gradient_of_rows(ctx, gradient, weights_LOI)
+        return of_rows, _gradient_of_weights(ctx, gradient, rows_RI), None
 
     @staticmethod
     def input_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None
         _, weights_LOI = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            turned = weights_LOI.transpose(1, 2)
-            return multiply_experts(gradient, turned, ctx.sizes), None, None
-        return _outputs(gradient, weights_LOI, ctx.sizes), None, None
+        return _gradient_of_rows(ctx, gradient, weights_LOI), None, None
 
     @staticmethod
     def weight_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None]:
-        if not ctx.needs_input_grad[1]:
-            return (None,)
-        rows_RI = ctx.saved_tensors[0]
-        blocks = _blocks(ctx.sizes, gradient, rows_RI)
-        if torch.is_grad_enabled():
-            return (torch.stack([ours.t() @ rows for ours, rows in blocks]),)
-        if ctx.is_grouped:
-            ends = _ends(ctx.sizes, gradient.device)
-            return (F.grouped_mm(gradient.contiguous().t(), rows_RI, offs=ends),)
-        found = rows_RI.new_empty(ctx.shape)  # the weights themselves may have been released
-        for (ours, rows), result in zip(blocks, found.unbind(0), strict=True):
-            torch.mm(ours.t(), rows, out=result)
-        return (found,)
+        return (_gradient_of_weights(ctx, gradient, ctx.saved_tensors[0]),)
+
+
+def _gradient_of_rows(
+    ctx: Any, gradient: torch.Tensor, weights_LOI: torch.Tensor
+) -> torch.Tensor | None:
+    if not ctx.needs_input_grad[0]:
+        return None
+    if torch.is_grad_enabled():
+        return multiply_experts(gradient, weights_LOI.transpose(1, 2), ctx.sizes)
+    return _outputs(gradient, weights_LOI, ctx.sizes)
+
+
+def _gradient_of_weights(
+    ctx: Any, gradient: torch.Tensor, rows_RI: torch.Tensor
+) -> torch.Tensor | None:
+    if not ctx.needs_input_grad[1]:
+        return None
+    blocks = _blocks(ctx.sizes, gradient, rows_RI)
+    if torch.is_grad_enabled():
+        return torch.stack([ours.t() @ rows for ours, rows in blocks])
+    if ctx.is_grouped:
+        ends = _ends(ctx.sizes, gradient.device)
+        return F.grouped_mm(gradient.contiguous().t(), rows_RI, offs=ends)
+    found = rows_RI.new_empty(ctx.shape)  # the weights themselves may have been released
+    for (ours, rows), result in zip(blocks, found.unbind(0), strict=True):
+        torch.mm(ours.t(), rows, out=result)
+    return found
 
 
 def _outputs(
