@@ -93,11 +93,10 @@ class KeyValueLinear(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Map ``[..., I]`` to this rank's ``[..., U]``, heads repeated as asked."""
-        rank = self.tp.rank
         output = multiply_columns(
             input,
-            self.cut.take(self.weight, 0, rank),
-            None if self.bias is None else self.cut.take(self.bias, 0, rank),
+            self._used(self.weight),
+            None if self.bias is None else self._used(self.bias),
             self.tp,
             self.sequence,
             is_entered=self.input_is_entered,
@@ -131,3 +130,14 @@ class KeyValueLinear(nn.Module):
     def extra_repr(self) -> str:
         """Say the sizes of the whole layer and the number of ranks that hold it."""
         return say_sizes(self.in_features, self.out_features, self.bias, self.tp)
+
+    def _used(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows: on all ranks views, or on all ranks copies.
+
+        A schedule takes only products with parameters, or views of them, apart: it has to be the
+        same on every rank, because both halves may communicate.
+        """
+        part = self.cut.take(whole, 0, self.tp.rank)
+        are_copies = any(len(ranges) > 1 for ranges in self.cut.ranges)
+        is_copy = len(self.cut.ranges[self.tp.rank]) > 1
+        return torch.cat([part]) if are_copies and not is_copy else part
