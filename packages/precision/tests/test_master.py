@@ -530,6 +530,27 @@ def test_one_pass_over_memory_gives_the_bits_of_three(options, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(weights, whole_weights, strict=True))
 
 
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=40, unique=True),
+    dtypes=st.lists(st.sampled_from([BF16, FP16]), min_size=40, max_size=40),
+)
+def test_one_element_swapped_is_found_among_any_number_of_lengths(lengths, dtypes):
+    comparison = passing.Comparison()
+    masters = [torch.linspace(0.1, 1.0, length) for length in lengths]
+    weights = [m.to(dtype) for m, dtype in zip(masters, dtypes, strict=False)]
+    for _ in range(2):
+        for weight, master in zip(weights, masters, strict=True):
+            kept = master.clone()
+            comparison.take_over(weight, master)
+            assert torch.equal(master, kept)
+            weight[-1:] += 1
+            comparison.take_over(weight, master)
+            assert torch.equal(master[:-1], kept[:-1])
+            assert torch.equal(master[-1:], weight[-1:].float())
+            master[-1:] += 1e-4
+            weight.copy_(master)
+
+
 def test_a_fused_optimizer_goes_over_its_weights_in_one_pass(monkeypatch):
     passed = []
     step = passing.OnePass.step

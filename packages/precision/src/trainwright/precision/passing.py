@@ -8,13 +8,16 @@ three before the next is touched.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
 
-_PIECE = 1 << 17  # elements; four float32 arrays of these take 2 MiB
+# Elements: four float32 arrays of these take 4 MiB, of a last-level cache. Smaller pieces would fit
+# the one before it, but each costs four calls.
+_PIECE = 1 << 18
+_MOST_LENGTHS = 16
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -22,7 +25,7 @@ class Comparison:
     """Takes weights that were changed in the model over into their masters."""
 
     def __init__(self) -> None:
-        self._scratch: dict[torch.dtype, torch.Tensor] = {}
+        self._expected: dict[tuple[torch.dtype, int], tuple[torch.Tensor, bytearray]] = {}
 
     def take_over(self, weight: torch.Tensor, master: torch.Tensor) -> None:
         """Where the weight is no longer the rounded master, let the master be the weight.
@@ -34,33 +37,57 @@ class Comparison:
         if weight.device.type == "cpu" and weight.is_contiguous() and master.is_contiguous():
             pieces = _pieces(weight), _pieces(master)
             for piece, of_master in zip(*pieces, strict=True):
-                self.take_over_piece(piece, of_master)
+                self.take_over_piece(piece, bytes_of(piece), of_master)
             return
         # Asking first whether all is as it was would make the host wait.
         unchanged = weight == master.to(weight.dtype)
         master.copy_(torch.where(unchanged, master, weight.to(master.dtype)))
 
-    def take_over_piece(self, weight: torch.Tensor, master: torch.Tensor) -> None:
-        """Do the same for flat tensors on the CPU that are no longer than a piece."""
-        if weight.dtype not in self._scratch:
-            self._scratch[weight.dtype] = torch.empty(_PIECE, dtype=weight.dtype)
-        expected = self._scratch[weight.dtype][: weight.numel()]
+    def take_over_piece(self, weight: torch.Tensor, held: memoryview, master: torch.Tensor) -> None:
+        """Do the same for flat tensors on the CPU; ``held`` are the weight's bytes."""
+        if weight.numel() == 0:
+            return
+        expected, its_bytes = self._expected_of(weight)
         expected.copy_(master)
-        if not _are_same_bits(weight, expected):
+        # Of two byte arrays Python asks memcmp, which costs less than any operation of tensors.
+        if its_bytes != held:
             master.copy_(torch.where(weight == expected, master, weight.to(master.dtype)))
+
+    def _expected_of(self, weight: torch.Tensor) -> tuple[torch.Tensor, bytearray]:
+        """Return memory of the weight's length and dtype, and its bytes: they compare as one."""
+        key = weight.dtype, weight.numel()
+        if key not in self._expected:
+            if len(self._expected) == _MOST_LENGTHS:
+                self._expected.clear()
+            its_bytes = bytearray(weight.numel() * weight.itemsize)
+            self._expected[key] = torch.frombuffer(its_bytes, dtype=weight.dtype), its_bytes
+        return self._expected[key]
+
+
+@attrs.frozen(eq=False)
+class _Piece:
+    """A part of one parameter: its weight, master and moments, flat."""
+
+    weight: torch.Tensor
+    master: torch.Tensor
+    moments: tuple[torch.Tensor, ...]
+    held: memoryview | None  # the weight's bytes; None where the weight is its own master
 
 
 @attrs.frozen(eq=False)
 class _Pieces:
-    """One parameter's weight, master and moments, cut; and what they were cut from."""
+    """One parameter, cut; and what it was cut from."""
 
     weight_at: int
     state: tuple[torch.Tensor, ...]
-    cut: tuple[tuple[torch.Tensor, ...], ...]
+    cut: tuple[_Piece, ...]
 
     def are_of(self, weight: torch.Tensor, state: tuple[torch.Tensor, ...]) -> bool:
         """Whether nobody has put other tensors in their places."""
         return weight.data_ptr() == self.weight_at and all(map(operator.is_, state, self.state))
+
+
+_Job = tuple[torch.Tensor, torch.Tensor, _Piece]  # step, gradient, what they update
 
 
 class OnePass:
@@ -104,8 +131,14 @@ class OnePass:
             and all(weight.device.type == "cpu" for weight in weights)
         )
 
-    def step(self) -> bool:
+    def step(
+        self, found_inf: torch.Tensor | None = None, grad_scale: torch.Tensor | None = None
+    ) -> bool:
         """Do one step of all masters that have a gradient.
+
+        Args:
+            found_inf: 0-d; where it is one, nothing is updated.
+            grad_scale: what the gradients still have to be divided by.
 
         Returns:
             False, and nothing is done, where a state is still to be made, or a gradient or a
@@ -121,75 +154,85 @@ class OnePass:
                 if not (self._weights[master].is_contiguous() and master.is_contiguous()):
                     return False
         for group in self._inner.param_groups:
-            self._step_group(group)
+            self._step_group(group, {"found_inf": found_inf, "grad_scale": grad_scale})
         return True
 
-    def _step_group(self, group: dict[str, Any]) -> None:
+    def _step_group(self, group: dict[str, Any], scaling: dict[str, torch.Tensor | None]) -> None:
         update: Callable[..., None]
         update = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         beta1, beta2 = group["betas"]
-        options = {
-            "amsgrad": group["amsgrad"],
-            "lr": group["lr"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": group["weight_decay"],
-            "eps": group["eps"],
-            "maximize": group["maximize"],
-        }
+        names = ("amsgrad", "lr", "weight_decay", "eps", "maximize")
+        options: dict[str, Any] = {name: group[name] for name in names}
+        options.update(scaling, beta1=beta1, beta2=beta2)
         masters = [master for master in group["params"] if master.grad is not None]
-        torch._foreach_add_([self._inner.state[master]["step"] for master in masters], 1)
-        for pieces in self._bundles(masters):
-            columns = [list(column) for column in zip(*pieces, strict=True)]
-            steps, gradients, weights, of_masters, averages, squares, *largest = columns
-            narrow = [
-                (weight, master)
-                for weight, master in zip(weights, of_masters, strict=True)
-                if weight.dtype != master.dtype
-            ]
-            for weight, master in narrow:
-                self._comparison.take_over_piece(weight, master)
-            peaks = largest[0] if largest else []
-            update(of_masters, gradients, averages, squares, peaks, steps, **options)
-            for weight, master in narrow:
-                weight.copy_(master)
+        steps = [self._inner.state[master]["step"] for master in masters]
+        if not steps:
+            return
+        torch._foreach_add_(steps, 1)
+        for jobs in self._bundles(masters):
+            pieces = [piece for *_, piece in jobs]
+            narrow = [piece for piece in pieces if piece.held is not None]
+            for piece in narrow:
+                assert piece.held is not None
+                self._comparison.take_over_piece(piece.weight, piece.held, piece.master)
+            averages, squares, peaks = _columns([piece.moments for piece in pieces])
+            update(
+                [piece.master for piece in pieces],
+                [gradient for _, gradient, _ in jobs],
+                averages,
+                squares,
+                peaks,
+                [step for step, *_ in jobs],
+                **options,
+            )
+            for piece in narrow:
+                piece.weight.copy_(piece.master)
+        if scaling["found_inf"] is not None:
+            torch._foreach_sub_(steps, [scaling["found_inf"]] * len(steps))
 
-    def _bundles(self, masters: Sequence[torch.Tensor]) -> Iterator[list[tuple[torch.Tensor, ...]]]:
-        """Yield lists of pieces that fit the cache together: (step, gradient, weight, …)."""
-        bundle: list[tuple[torch.Tensor, ...]] = []
+    def _bundles(self, masters: Sequence[torch.Tensor]) -> Iterator[list[_Job]]:
+        """Yield lists of pieces that fit the cache together."""
+        bundle: list[_Job] = []
         held = 0
         for master in masters:
             step = self._inner.state[master]["step"]
             assert master.grad is not None
-            gradients = _pieces(master.grad)
-            for gradient, rest in zip(gradients, self._cut(master), strict=True):
+            for gradient, piece in zip(_pieces(master.grad), self._cut(master), strict=True):
                 if held + gradient.numel() > _PIECE and bundle:
                     yield bundle
                     bundle, held = [], 0
-                bundle.append((step, gradient, *rest))
+                bundle.append((step, gradient, piece))
                 held += gradient.numel()
         if bundle:
             yield bundle
 
-    def _cut(self, master: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], ...]:
+    def _cut(self, master: torch.Tensor) -> tuple[_Piece, ...]:
         state = self._inner.state[master]
         moments = tuple(state[name] for name in _MOMENTS if name in state)
         weight = self._weights[master]
         known = self._pieces.get(master)
         if known is None or not known.are_of(weight, moments):
-            whole = [weight.detach(), master.detach() if weight is not master else weight.detach()]
-            columns = [_pieces(tensor) for tensor in (*whole, *moments)]
-            known = _Pieces(weight.data_ptr(), moments, tuple(zip(*columns, strict=True)))
+            own = weight is master
+            weights = _pieces(weight.detach())
+            masters = weights if own else _pieces(master.detach())
+            parts = zip(*(_pieces(moment) for moment in moments), strict=True)
+            rows = zip(weights, masters, parts, strict=True)
+            cut = tuple(_Piece(*row, None if own else bytes_of(row[0])) for row in rows)
+            known = _Pieces(weight.data_ptr(), moments, cut)
             self._pieces[master] = known
         return known.cut
 
 
+def bytes_of(weight: torch.Tensor) -> memoryview:
+    """Return the bytes of a flat tensor on the CPU, without a copy."""
+    return weight.view(torch.uint8).numpy().data
+
+
+def _columns(moments: Iterable[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
+    """Return averages, averages of squares and, where there are any, their peaks."""
+    columns = [list(column) for column in zip(*moments, strict=True)]
+    return [*columns, []][:3]
+
+
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(tensor.view(-1), _PIECE)
-
-
-def _are_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare flat tensors of 16 bits on the CPU; eight bytes at a time where that can be."""
-    lane = torch.int16 if one.numel() % 4 or one.storage_offset() % 4 else torch.int64
-    # Where all is equal, numpy compares four times as fast as torch.equal.
-    return bool((one.view(lane).numpy() == other.view(lane).numpy()).all())
