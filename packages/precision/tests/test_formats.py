@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainwright.precision import PrecisionError
 from trainwright.precision.formats import (
@@ -23,6 +24,7 @@ from trainwright.precision.formats import (
     FP32,
     NumberFormat,
     Specials,
+    decoding,
 )
 
 PUBLISHED = {
@@ -206,6 +208,23 @@ def test_many_codes_are_decoded_and_encoded_as_few_are():
 
     torch.testing.assert_close(found[::50], points.repeat(6, 2), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(E4M3.encode(found), codes)
+
+
+def test_numbers_are_computed_once_and_a_table_that_was_given_out_is_the_callers(monkeypatch):
+    codes = torch.arange(256)
+    numbers = E4M3.decode(codes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding, "_compute", None)
+        E4M3.decode(codes).zero_()
+        E4M3.code_points(dtype=torch.float32).zero_()
+        with FakeTensorMode():
+            with pytest.raises(TypeError):
+                E4M3.decode(torch.zeros(3, dtype=torch.uint8))
+    with FakeTensorMode():
+        assert E4M3.decode(torch.zeros(3, dtype=torch.uint8)).shape == (3,)
+
+    assert torch.allclose(E4M3.decode(codes), numbers, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_format_of_ones_own_has_numbers_without_a_dtype():

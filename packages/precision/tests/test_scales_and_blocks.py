@@ -26,6 +26,7 @@ from trainwright.precision.formats import (
     ceil_exponent,
     encode_scaled,
     floor_exponent,
+    nearest_even,
     pieces,
     quantize_blockwise,
     quantize_mx,
@@ -324,6 +325,19 @@ def test_a_given_scale_is_multiplied_in_the_wider_dtype_and_what_it_leaves_too_l
         assert torch.equal(found, format.encode_clamped(exact, **how))
         assert (found & (1 << (format.bits - 1)) - 1 == format.max_code).any()
     assert encode_scaled(x[:, :0], scale.new_ones(1), format).shape == (3, 0, 33)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 5), (2, 0, 4), (0,)])
+@pytest.mark.parametrize("rounding", [nearest_even, Stochastic(Key(3, "x", 1))])
+def test_scaled_codes_of_nothing_are_nothing(shape, rounding):
+    nothing = torch.empty(shape)
+
+    for scale in (torch.ones(()), torch.ones(*shape[:-1], 1)):
+        codes = encode_scaled(nothing, scale, E4M3, rounding=rounding)
+        assert codes.shape == shape
+        assert codes.dtype is torch.uint8
+    with pytest.raises(PrecisionError, match="one for each row"):
+        encode_scaled(nothing, torch.ones(7), E4M3)
 
 
 @pytest.mark.parametrize("format", ELEMENTS, ids=by_name)

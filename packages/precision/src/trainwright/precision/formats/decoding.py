@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,9 +25,9 @@ def decode_codes(codes: torch.Tensor, format: NumberFormat, dtype: torch.dtype) 
     """Return the numbers of integer codes of any shape, in float32 or float64."""
     _check(codes, format, dtype)
     if format.bits <= _TABLE_BITS:
-        every = torch.arange(1 << format.bits, device=codes.device)
-        table = _compute(every, format).to(dtype)
-        return _look_up(codes.reshape(-1), table).view(codes.shape)
+        # What is computed of a stand-in for a tensor is a stand-in itself: not to be kept.
+        make = _table if type(codes) is torch.Tensor else _table.__wrapped__
+        return _look_up(codes.reshape(-1), make(format, dtype, codes.device)).view(codes.shape)
     if format.dtype is not None:
         return pack_codes(codes, format.name, format.bits, format.dtype).to(dtype)
     return _compute(codes.long(), format).to(dtype)
@@ -49,6 +50,15 @@ def _check(codes: torch.Tensor, format: NumberFormat, dtype: torch.dtype) -> Non
             f"codes of {format.name} go from 0 to {(1 << format.bits) - 1}, got {int(low)} to "
             f"{int(high)}"
         )
+
+
+@lru_cache(64)
+def _table(format: NumberFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the number of every code, for reading only."""
+    # A table made in inference mode would be refused to autograd later.
+    with torch.inference_mode(False), torch.no_grad():
+        every = torch.arange(1 << format.bits, device=device)
+        return _compute(every, format).to(dtype)
 
 
 def _look_up(codes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -133,11 +133,13 @@ def encode_scaled(
             f"a scale is one number, or one for each row of {list(tensor.shape)}, got shape "
             f"{list(scale.shape)}"
         )
+    if tensor.numel() == 0:
+        return torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
     if rounding not in _PLACELESS:
         spread = scale.view(()) if scale.numel() == 1 else scale
         return format.encode_clamped(tensor.detach().double() * spread.double(), rounding=rounding)
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    cols = tensor.shape[-1] if scale.numel() > 1 else max(1, tensor.numel())
+    cols = tensor.shape[-1] if scale.numel() > 1 else tensor.numel()
     whole_RC = tensor.detach().reshape(-1, cols)
     scale_R1 = scale.to(wide).reshape(-1, 1).expand(whole_RC.shape[0], 1)
     codes_RC = torch.empty(whole_RC.shape, dtype=torch.uint8, device=tensor.device)
