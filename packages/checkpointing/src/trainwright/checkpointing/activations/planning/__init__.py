@@ -3,6 +3,7 @@
 Nothing here imports torch, except `profile`, which measures costs.
 """
 
+from .chain import plan_chain
 from .choices import Choice, Compress, Offload, Partial
 from .costs import ChainCosts, Costs, LayerCost, OperatorCost, OperatorCosts
 from .plan import (
@@ -24,6 +25,8 @@ from .presets import (
     sqrt_plan,
     sqrt_segments,
 )
+from .simulate import Simulation, simulate, simulate_chain
+from .simulate_operators import OperatorSimulation, simulate_operators
 from .stored import costs_from_json, costs_to_json, plan_from_json, plan_to_json
 
 __all__ = [
@@ -41,18 +44,24 @@ __all__ = [
     "OperatorCosts",
     "OperatorDecision",
     "OperatorPlan",
+    "OperatorSimulation",
     "Partial",
     "Plan",
     "Region",
+    "Simulation",
     "costs_from_json",
     "costs_to_json",
     "every_plan",
     "keep_all_plan",
     "layers_of",
+    "plan_chain",
     "plan_from_json",
     "plan_to_json",
     "recompute_all_plan",
     "recursive_plan",
+    "simulate",
+    "simulate_chain",
+    "simulate_operators",
     "sqrt_plan",
     "sqrt_segments",
 ]
