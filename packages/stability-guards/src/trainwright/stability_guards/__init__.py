@@ -1,4 +1,4 @@
-"""Clipping, learning-rate schedules and guards that all ranks agree on."""
+"""Clipping, learning-rate schedules, guards that all ranks agree on, and recovery."""
 
 from trainwright.stability_guards.agreement import (
     Agreement,
@@ -6,19 +6,30 @@ from trainwright.stability_guards.agreement import (
     report_from_totals,
     verdict_from_counts,
 )
+from trainwright.stability_guards.bounds import (
+    BoundGuard,
+    GrowthGuard,
+)
 from trainwright.stability_guards.clipping import (
     clip_,
     clip_coefficient,
     clip_grad_norm_,
     non_finite_names,
 )
+from trainwright.stability_guards.combining import (
+    after,
+    agreeing,
+    escalate,
+)
 from trainwright.stability_guards.decay import (
     decay_groups,
     decay_table,
 )
 from trainwright.stability_guards.errors import (
+    AbandonedStateError,
     GuardError,
     HaltError,
+    JournalError,
     NonFiniteGradientError,
     NotAvailableError,
 )
@@ -33,7 +44,36 @@ from trainwright.stability_guards.initial_loss import (
     check_initial_loss,
     expected_initial_loss,
 )
+from trainwright.stability_guards.joint_spikes import (
+    JointSpikeGuard,
+)
+from trainwright.stability_guards.journal import (
+    FileJournal,
+    Intervention,
+    Journal,
+    MemoryJournal,
+    shared_journal,
+)
+from trainwright.stability_guards.measures import (
+    attention_logit_bound,
+    largest_logit,
+    update_ratio,
+)
 from trainwright.stability_guards.norms import global_norm
+from trainwright.stability_guards.pace import (
+    Heartbeat,
+    Silence,
+    Straggler,
+    StragglerWatch,
+    gather_seconds,
+)
+from trainwright.stability_guards.positions import (
+    Positions,
+)
+from trainwright.stability_guards.presets import (
+    all_guards,
+    default_guards,
+)
 from trainwright.stability_guards.protocol import (
     Guard,
     Report,
@@ -42,6 +82,20 @@ from trainwright.stability_guards.protocol import (
     Totals,
     Verdict,
 )
+from trainwright.stability_guards.recovery import Recovery, check_not_abandoned
+from trainwright.stability_guards.recovery_plan import BatchSource, RecoveryPlan
+from trainwright.stability_guards.replaying import (
+    Alarm,
+    read_metrics,
+    replay,
+    reports_of,
+)
+from trainwright.stability_guards.replicas import (
+    Mismatch,
+    checksum,
+    checksums,
+    compare_replicas,
+)
 from trainwright.stability_guards.schedules import (
     WarmupSchedule,
     as_lambda_lr,
@@ -49,39 +103,95 @@ from trainwright.stability_guards.schedules import (
     linear,
     warmup_cosine,
 )
+from trainwright.stability_guards.snapshots import (
+    MemorySnapshots,
+    Snapshot,
+    Stateful,
+    bytes_of,
+)
+from trainwright.stability_guards.spikes import (
+    SpikeGuard,
+)
+from trainwright.stability_guards.trends import (
+    DivergenceGuard,
+    StallGuard,
+)
 
 __all__ = [
+    "AbandonedStateError",
     "Agreement",
+    "Alarm",
+    "BatchSource",
+    "BoundGuard",
+    "DivergenceGuard",
+    "FileJournal",
+    "GrowthGuard",
     "Guard",
     "GuardError",
     "HaltError",
+    "Heartbeat",
+    "Intervention",
+    "JointSpikeGuard",
+    "Journal",
+    "JournalError",
     "LocalVerdictGuard",
+    "MemoryJournal",
+    "MemorySnapshots",
+    "Mismatch",
     "NonFiniteGradientError",
     "NonFiniteGuard",
     "NotAvailableError",
+    "Positions",
+    "Recovery",
+    "RecoveryPlan",
     "Report",
     "Schedule",
+    "Silence",
+    "Snapshot",
+    "SpikeGuard",
+    "StallGuard",
     "State",
+    "Stateful",
+    "Straggler",
+    "StragglerWatch",
     "Totals",
     "Verdict",
     "WarmupSchedule",
+    "after",
     "agree",
+    "agreeing",
+    "all_guards",
     "any_of",
     "as_lambda_lr",
+    "attention_logit_bound",
+    "bytes_of",
     "check_initial_loss",
+    "check_not_abandoned",
+    "checksum",
+    "checksums",
     "clip_",
     "clip_coefficient",
     "clip_grad_norm_",
     "clipping_in_step",
+    "compare_replicas",
     "constant",
     "decay_groups",
     "decay_table",
+    "default_guards",
+    "escalate",
     "expected_initial_loss",
+    "gather_seconds",
     "global_norm",
+    "largest_logit",
     "linear",
     "never",
     "non_finite_names",
+    "read_metrics",
+    "replay",
     "report_from_totals",
+    "reports_of",
+    "shared_journal",
+    "update_ratio",
     "verdict_from_counts",
     "warmup_cosine",
 ]

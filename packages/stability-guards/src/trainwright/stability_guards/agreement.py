@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
@@ -71,7 +71,13 @@ def verdict_from_counts(counts: torch.Tensor | Sequence[float]) -> Verdict:
     return max((v for v in Verdict if values[v] > 0), default=Verdict.CONTINUE)
 
 
-def report_from_totals(step: int, totals: Totals, *, loss_scale: float = 1.0) -> Report:
+def report_from_totals(
+    step: int,
+    totals: Totals,
+    *,
+    loss_scale: float = 1.0,
+    signals: Mapping[str, float | torch.Tensor] | None = None,
+) -> Report:
     """Make the report of a step of what one all-reduce brought.
 
     Args:
@@ -79,15 +85,23 @@ def report_from_totals(step: int, totals: Totals, *, loss_scale: float = 1.0) ->
         totals: sums over all ranks.
         loss_scale: what the losses were multiplied by before the backward pass and the gradients
             still are; the report holds the true norm.
+        signals: further numbers by name, 0-d where tensors; the same on every rank.
 
     Returns:
         The report; the host waits for the device once.
     """
+    extra = {} if signals is None else dict(signals)
+    device = totals.norm.device
     scalars = (totals.norm, totals.non_finite, totals.loss_sum, totals.tokens)
     packed = torch.cat(
-        [torch.stack([value.double() for value in scalars]), totals.verdicts.double()]
+        [
+            torch.stack([value.double() for value in scalars]),
+            totals.verdicts.double(),
+            *(torch.as_tensor(v, device=device).double().reshape(1) for v in extra.values()),
+        ]
     )
-    norm, non_finite, loss_sum, tokens, *counts = packed.tolist()
+    norm, non_finite, loss_sum, tokens, *others = packed.tolist()
+    counts, values = others[: len(others) - len(extra)], others[len(others) - len(extra) :]
     return Report(
         step=step,
         loss=loss_sum / tokens if tokens else 0.0,
@@ -95,4 +109,5 @@ def report_from_totals(step: int, totals: Totals, *, loss_scale: float = 1.0) ->
         non_finite=int(non_finite),
         tokens=int(tokens),
         local_verdict=verdict_from_counts(counts),
+        signals=dict(zip(extra, values, strict=True)),
     )

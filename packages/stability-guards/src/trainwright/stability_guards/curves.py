@@ -54,7 +54,7 @@ class Curve:
         fault: what goes wrong, if anything does.
         onset: first step of the fault; the number of steps where there is none.
         evident: first step at which the fault must count as visible: that of the onset, and of a
-            divergence the one at which the level has risen by 5%.
+            divergence the one at which the level is 5% above its minimum since then.
     """
 
     loss: Values
@@ -219,7 +219,9 @@ def _non_finite(random: np.random.Generator, curve: Curve, onset: int) -> Curve:
 def _spike(random: np.random.Generator, curve: Curve, onset: int) -> Curve:
     since = np.arange(len(curve)) - onset
     length = int(np.exp(random.uniform(0.0, np.log(30.0))))
-    shape = np.where((since >= 0) & (since < length), np.exp(-2.0 * since / length), 0.0)
+    shape = np.where(
+        (since >= 0) & (since < length), np.exp(-2.0 * np.maximum(since, 0) / length), 0.0
+    )
     before = slice(max(onset - 200, 0), onset + 1)
     noise = float(np.median(np.abs(curve.loss[before] / curve.level[before] - 1.0))) / 0.6745
     size = max(np.exp(random.uniform(np.log(1.3), np.log(3.0))) - 1.0, 15.0 * noise)
@@ -236,12 +238,14 @@ def _divergence(random: np.random.Generator, curve: Curve, onset: int) -> Curve:
         factor = np.minimum(1.0 + 0.02 * np.expm1(np.minimum(since / rate, 50.0)), top)
     else:
         factor = 1.0 + (top - 1.0) * np.minimum(since / 5.0, 1.0)
-    evident = int(np.argmax(factor >= 1.05)) if bool((factor >= 1.05).any()) else len(curve)
+    level = curve.level * factor
+    risen = level[onset:] >= 1.05 * np.minimum.accumulate(level[onset:])
+    evident = onset + int(np.argmax(risen)) if bool(risen.any()) else len(curve)
     return attrs.evolve(
         curve,
         loss=curve.loss * factor,
         norm=curve.norm * factor,
-        level=curve.level * factor,
+        level=level,
         evident=evident,
     )
 

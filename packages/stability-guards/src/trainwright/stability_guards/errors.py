@@ -15,3 +15,11 @@ class NonFiniteGradientError(GuardError, ArithmeticError):
 
 class HaltError(RuntimeError):
     """Training must stop; the message says which rank wants it and why."""
+
+
+class JournalError(GuardError):
+    """A journal of interventions is damaged or would be."""
+
+
+class AbandonedStateError(GuardError):
+    """A checkpoint holds training that a rollback has taken back."""

@@ -47,6 +47,8 @@ class Report:
         non_finite: gradient elements that are infinite or NaN.
         tokens: valid tokens of the global batch.
         local_verdict: greatest verdict that a rank reached by itself, such as of a damaged batch.
+        signals: further numbers by name that are the same on every rank, such as the largest
+            logit; a step need not bring each.
     """
 
     step: int = attrs.field(validator=_check_count)
@@ -55,6 +57,16 @@ class Report:
     non_finite: int = attrs.field(default=0, validator=_check_count)
     tokens: int = attrs.field(default=1, validator=_check_count)
     local_verdict: Verdict = attrs.field(default=Verdict.CONTINUE, converter=Verdict)
+    signals: Mapping[str, float] = attrs.field(factory=dict, hash=False)
+
+    def value(self, signal: str) -> float | None:
+        """Return the number of this name, ``loss`` and ``norm`` among them; None if not brought."""
+        if signal == "loss":
+            # Without tokens there is no loss; the zero in its place is no observation.
+            return self.loss if self.tokens else None
+        if signal == "norm":
+            return self.norm if self.tokens else None
+        return self.signals.get(signal)
 
 
 @runtime_checkable

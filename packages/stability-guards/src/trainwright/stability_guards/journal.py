@@ -1,0 +1,224 @@
+"""The journal of interventions: data that outlives restarts, appended before anything is done."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+
+from trainwright.collectives import Communicator, broadcast_object
+from trainwright.stability_guards.errors import JournalError
+from trainwright.stability_guards.positions import Positions
+from trainwright.stability_guards.protocol import Verdict
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+@attrs.frozen
+class Intervention:
+    """What was done at a step, and why.
+
+    Args:
+        number: place in the journal, from 0.
+        verdict: SKIP, ROLLBACK or HALT.
+        step: at which it was said.
+        updates: applied until then.
+        batch: data positions of that step's batch.
+        left_out: positions that are never read again, because of this.
+        reason: the guards' words.
+        loss: mean loss of the step; None where it was not finite.
+        norm: norm of its gradients; None where it was not finite.
+        back_to: step of the snapshot that a ROLLBACK restored.
+        position: data position from which reading went on.
+        attempt: how many rollbacks in succession this is; 0 if it is none.
+    """
+
+    number: int
+    verdict: Verdict = attrs.field(converter=Verdict)
+    step: int
+    updates: int
+    batch: Positions
+    left_out: Positions
+    reason: str
+    loss: float | None = attrs.field(default=None, converter=_finite)
+    norm: float | None = attrs.field(default=None, converter=_finite)
+    back_to: int | None = None
+    position: int = 0
+    attempt: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` reads."""
+        data = attrs.asdict(self, recurse=False)
+        data["verdict"] = self.verdict.name
+        data["batch"] = self.batch.as_json()
+        data["left_out"] = self.left_out.as_json()
+        return data
+
+    @classmethod
+    def from_json(cls, data: Any) -> Intervention:
+        """Return the intervention that `as_json` gave.
+
+        Raises:
+            JournalError: the data is something else.
+        """
+        try:
+            return cls(
+                **{
+                    **data,
+                    "verdict": Verdict[data["verdict"]],
+                    "batch": Positions.from_json(data["batch"]),
+                    "left_out": Positions.from_json(data["left_out"]),
+                }
+            )
+        except (TypeError, KeyError, ValueError) as error:
+            raise JournalError(f"this is no intervention: {error}") from error
+
+
+class Journal(Protocol):
+    """An append-only list of interventions, the same on every rank.
+
+    Law: what ``append`` has returned for is in ``entries`` for ever, also after a crash.
+    """
+
+    @property
+    def entries(self) -> tuple[Intervention, ...]:
+        """All interventions, oldest first."""
+        ...
+
+    def append(self, entry: Intervention) -> None:
+        """Add one whose number is that of the entries before it; safe when it returns."""
+        ...
+
+
+def left_out(journal: Journal) -> Positions:
+    """Return the skip list: every position that an intervention has left out."""
+    spans = [span for entry in journal.entries for span in entry.left_out.spans]
+    return Positions(spans)
+
+
+class MemoryJournal:
+    """A journal that ends with the process, for tests and for ranks that do not write."""
+
+    def __init__(self, entries: tuple[Intervention, ...] = ()) -> None:
+        self._entries = list(entries)
+
+    @property
+    def entries(self) -> tuple[Intervention, ...]:
+        """All interventions, oldest first."""
+        return tuple(self._entries)
+
+    def append(self, entry: Intervention) -> None:
+        """Add one.
+
+        Raises:
+            JournalError: its number is not the next one.
+        """
+        _check_number(entry, len(self._entries))
+        self._entries.append(entry)
+
+
+class FileJournal:
+    """A journal in a file of one JSON object a line, synced to disk at each entry.
+
+    A last line that a crash has torn is cut off: nothing was done for it yet. Any other line that
+    cannot be read is an error, because what it left out would be trained on.
+
+    Args:
+        path: the file; it is made by the first entry, its folder must be there.
+
+    Raises:
+        JournalError: a line is damaged or out of order.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+        self._memory = MemoryJournal(self._read())
+
+    @property
+    def entries(self) -> tuple[Intervention, ...]:
+        """All interventions, oldest first."""
+        return self._memory.entries
+
+    def append(self, entry: Intervention) -> None:
+        """Write one; it is on disk when this returns.
+
+        Raises:
+            JournalError: its number is not the next one.
+            OSError: it could not be written; it may be there or not.
+        """
+        _check_number(entry, len(self.entries))
+        line = json.dumps(entry.as_json(), allow_nan=False) + "\n"
+        is_new = not self._path.exists()
+        with self._path.open("ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            _sync_folder(self._path.parent)
+        self._memory.append(entry)
+
+    def _read(self) -> tuple[Intervention, ...]:
+        if not self._path.exists():
+            return ()
+        content = self._path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            with self._path.open("r+b") as file:
+                file.truncate(whole)
+                os.fsync(file.fileno())
+        found = []
+        for number, line in enumerate(content[:whole].splitlines()):
+            try:
+                entry = Intervention.from_json(json.loads(line))
+                _check_number(entry, number)
+            except ValueError as error:
+                raise JournalError(
+                    f"line {number + 1} of {self._path} cannot be read ({error}); mend it: what it "
+                    "left out must not be trained on"
+                ) from error
+            found.append(entry)
+        return tuple(found)
+
+
+def shared_journal(path: Path | str, communicator: Communicator) -> Journal:
+    """Return the journal of all ranks: rank 0 reads and writes the file, the others follow.
+
+    Every rank appends the same entries, because they follow from the same reports.
+
+    Raises:
+        JournalError: the file is damaged; on every rank alike.
+
+    Communicates:
+        One broadcast of the entries.
+    """
+    mine: Journal | None = None
+    told: tuple[tuple[Intervention, ...], str] = ((), "")
+    if communicator.rank == 0:
+        try:
+            mine = FileJournal(path)
+            told = (mine.entries, "")
+        except (JournalError, OSError) as error:
+            told = ((), str(error))
+    entries, problem = broadcast_object(communicator, told, root=0)
+    if problem:
+        raise JournalError(problem)
+    return MemoryJournal(entries) if mine is None else mine
+
+
+def _check_number(entry: Intervention, expected: int) -> None:
+    if entry.number != expected:
+        raise JournalError(f"the next intervention has number {expected}, got {entry.number}")
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

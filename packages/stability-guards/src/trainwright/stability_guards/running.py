@@ -1,0 +1,47 @@
+"""Running quantiles of the last values, as plain data: a step costs a search and two copies."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Mapping
+from typing import Any
+
+_IQR_OF_NORMAL = 1.349  # the distance between the quartiles of a normal distribution, in sigmas
+
+
+def no_values() -> dict[str, Any]:
+    """Return the window that has seen nothing."""
+    return {"recent": [], "ordered": [], "next": 0}
+
+
+def with_value(window: Mapping[str, Any], value: float, size: int) -> dict[str, Any]:
+    """Return the window after one more finite value, of which it keeps the last ``size``."""
+    recent, ordered, place = list(window["recent"]), list(window["ordered"]), window["next"]
+    if len(recent) < size:
+        recent.append(value)
+    else:
+        del ordered[bisect_left(ordered, recent[place])]
+        recent[place] = value
+        place = (place + 1) % size
+    insort(ordered, value)
+    return {"recent": recent, "ordered": ordered, "next": place}
+
+
+def count_of(window: Mapping[str, Any]) -> int:
+    """Return how many values the window holds."""
+    return len(window["ordered"])
+
+
+def median_of(window: Mapping[str, Any]) -> float:
+    """Return the middle value (the upper one of two), zero where there is none."""
+    ordered = window["ordered"]
+    return float(ordered[len(ordered) // 2]) if ordered else 0.0
+
+
+def spread_of(window: Mapping[str, Any]) -> float:
+    """Return the distance of the quartiles in units of a normal distribution's sigma."""
+    ordered = window["ordered"]
+    if not ordered:
+        return 0.0
+    last = len(ordered) - 1
+    return float(ordered[(3 * last + 2) // 4] - ordered[last // 4]) / _IQR_OF_NORMAL

@@ -1,0 +1,159 @@
+"""States to go back to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from trainwright.stability_guards.errors import GuardError
+
+
+@runtime_checkable
+class Snapshot(Protocol):
+    """States of a run by step: weights, moments, schedule, scaler, counters.
+
+    All of it but the data position and the journal, which `Recovery` keeps. Law: after
+    ``restore(step)`` everything is as it was at ``take(step)``, bit for bit, however often.
+    """
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps that can be restored, ascending."""
+        ...
+
+    def take(self, step: int) -> None:
+        """Keep the state as it is before ``step`` is made; older ones may go."""
+        ...
+
+    def restore(self, step: int) -> None:
+        """Put the state back and forget the ones of later steps."""
+        ...
+
+
+class Stateful(Protocol):
+    """What a module, an optimizer, a scheduler and a scaler have in common."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take a state over."""
+        ...
+
+
+class MemorySnapshots:
+    """Snapshots in host memory, the newest few of them.
+
+    While one is restored, one more copy exists: what is loaded may not be shared with what is kept.
+
+    Args:
+        parts: what makes up the state, by name.
+        keep: how many snapshots are kept; the oldest goes before the next is taken.
+        budget_bytes: what they may take together; None for no bound.
+
+    Raises:
+        GuardError: ``keep`` is not positive.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, Stateful], *, keep: int = 2, budget_bytes: int | None = None
+    ) -> None:
+        if keep < 1:
+            raise GuardError(f"keep must be at least 1, got {keep}")
+        self._parts = dict(parts)
+        self._keep = keep
+        self._budget_bytes = budget_bytes
+        self._kept: dict[int, dict[str, Any]] = {}
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps that can be restored, ascending."""
+        return tuple(sorted(self._kept))
+
+    @property
+    def bytes(self) -> int:
+        """Host memory of the tensors that are kept now."""
+        return sum(map(bytes_of, self._kept.values()))
+
+    @property
+    def needed_bytes(self) -> int:
+        """Host memory that all snapshots take together if the state stays as large as it is."""
+        return self._keep * bytes_of(self._states())
+
+    def take(self, step: int) -> None:
+        """Copy the state to the host.
+
+        Raises:
+            GuardError: with it the snapshots would take more than ``budget_bytes``; none is lost.
+        """
+        states = self._states()
+        kept = [s for s in self.steps if s != step]
+        old = kept[: max(len(kept) - self._keep + 1, 0)]
+        if self._budget_bytes is not None:
+            stays = sum(bytes_of(self._kept[s]) for s in kept if s not in old)
+            if stays + bytes_of(states) > self._budget_bytes:
+                raise GuardError(
+                    f"snapshots would take {stays + bytes_of(states)} bytes, more than "
+                    f"budget_bytes={self._budget_bytes}; raise it or lower keep={self._keep}"
+                )
+        for gone in (*old, *(s for s in (step,) if s in self._kept)):
+            del self._kept[gone]
+        self._kept[step] = _copied(states, _to_host)
+
+    def restore(self, step: int) -> None:
+        """Load the state of ``step`` and forget the ones of later steps.
+
+        Raises:
+            GuardError: there is no snapshot of that step.
+        """
+        if step not in self._kept:
+            raise GuardError(f"there is no snapshot of step {step}, only of {list(self.steps)}")
+        for name, state in self._kept[step].items():
+            self._parts[name].load_state_dict(_copied(state, torch.Tensor.clone))
+        for later in [s for s in self._kept if s > step]:
+            del self._kept[later]
+
+    def _states(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+
+def bytes_of(tree: Any) -> int:
+    """Return the bytes of all tensors in nested mappings, lists and tuples, each once."""
+    seen: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        seen[id(tensor)] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    _walked(tree, count)
+    return sum(seen.values())
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    copies: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        # Tied tensors stay tied, and are kept once.
+        if id(tensor) not in copies:
+            copies[id(tensor)] = copy_tensor(tensor)
+        return copies[id(tensor)]
+
+    return _walked(tree, once)
+
+
+def _walked(tree: Any, visit: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return visit(tree)
+    if isinstance(tree, Mapping):
+        return {key: _walked(value, visit) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_walked(value, visit) for value in tree)
+    return copy.deepcopy(tree)
