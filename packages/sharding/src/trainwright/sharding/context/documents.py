@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import attrs
 import torch
 
+from trainwright.sharding.context.memo import Memo
 from trainwright.sharding.errors import ShardingError
-
-Found = TypeVar("Found")
 
 
 @attrs.frozen
@@ -41,11 +39,12 @@ class Documents:
         length: Positions of each sequence.
         rows: By sequence, its documents as runs, increasing; positions in none are padding, which
             sees nothing and is seen by nobody. Runs of equal number are one document.
+        memo: What follows from the documents.
     """
 
     length: int
     rows: tuple[tuple[Run, ...], ...]
-    _memo: dict[Any, Any] = attrs.field(factory=dict, init=False, eq=False, repr=False)
+    memo: Memo = attrs.field(factory=Memo, init=False, eq=False, repr=False)
 
     @classmethod
     def of(cls, ids: torch.Tensor) -> Documents:
@@ -104,13 +103,6 @@ class Documents:
                 count = run.stop - run.start
                 row[run.start : run.stop] = torch.arange(before, before + count)
                 seen[run.document] = before + count
-        return found
-
-    def once(self, key: Hashable, compute: Callable[[], Found]) -> Found:
-        """Return what ``compute`` made of these documents when first asked for with this key."""
-        if key not in self._memo:
-            self._memo[key] = compute()
-        found: Found = self._memo[key]
         return found
 
     def select(self, start: int, stop: int) -> Documents:

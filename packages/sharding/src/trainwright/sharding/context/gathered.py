@@ -13,7 +13,7 @@ from trainwright.sharding.context.attend import attend
 from trainwright.sharding.context.checks import check_attention
 from trainwright.sharding.context.documents import Documents, documents_of
 from trainwright.sharding.context.layout import ContextLayout
-from trainwright.sharding.context.spans import remembered_spans
+from trainwright.sharding.context.spans import spans_between
 
 
 def gathered_attention(
@@ -55,7 +55,11 @@ def gathered_attention(
     known = documents_of(documents)
     check_attention(q, k, v, layout, comm, known)
     whole_k, whole_v = _gather(k, v, layout, comm)
-    spans = remembered_spans(layout.ranges[comm.rank], ((0, layout.length),), causal, known)
+    mine, whole = layout.ranges[comm.rank], ((0, layout.length),)
+    spans = (known or layout).memo.once(
+        ("spans", mine, whole, causal),
+        lambda: spans_between(mine, whole, causal=causal, documents=known),
+    )
     return attend(q, whole_k, whole_v, spans, scale=scale)[0]
 
 

@@ -13,7 +13,7 @@ from trainwright.sharding.context.head_exchange import HeadExchange
 from trainwright.sharding.context.head_shares import share_heads
 from trainwright.sharding.context.layout import ContextLayout
 from trainwright.sharding.context.ring import ring_of_plan
-from trainwright.sharding.context.ring_plan import ring_plan
+from trainwright.sharding.context.ring_plan import RingPlan
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.tensor.cuts import Cut, Ranges
 
@@ -64,7 +64,10 @@ def hybrid_attention(
     exchange = HeadExchange(ulysses, held[ring.rank], shares[ring.rank])
     own_q, row_k, row_v = exchange.enter(q, k, v)
     queries = tuple(of_row[ulysses.rank].queries for of_row in shares)
-    plan = ring_plan(queries, tuple(rows), ring.rank, causal, known)
+    plan = (known or layout).memo.once(
+        ("ring", queries, tuple(rows), ring.rank, causal),
+        lambda: RingPlan.of(queries, rows, ring.rank, causal=causal, documents=known),
+    )
     return exchange.leave(ring_of_plan(own_q, row_k, row_v, plan, ring, scale))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import attrs
 import torch
 
+from trainwright.sharding.context.memo import Memo
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.tensor.cuts import Cut, Ranges
 
@@ -31,6 +32,7 @@ class ContextLayout:
         kind: ``"zigzag"`` or ``"contiguous"``.
         length: Positions of the whole sequence.
         size: Ranks.
+        memo: What follows from the layout.
 
     Raises:
         ShardingError: The kind is unknown, the length negative, or there is no rank.
@@ -39,6 +41,7 @@ class ContextLayout:
     kind: str
     length: int
     size: int
+    memo: Memo = attrs.field(factory=Memo, init=False, eq=False, repr=False)
     _cut: Cut = attrs.field(init=False, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:

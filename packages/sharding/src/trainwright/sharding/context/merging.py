@@ -9,7 +9,10 @@ from collections.abc import Iterable
 import torch
 
 from trainwright.sharding.context.kernels import Gradients, Kernel
-from trainwright.sharding.context.spans import Span
+from trainwright.sharding.context.spans import Span, by_queries
+
+_QUERY_PARTS = 4
+_LEAST_QUERIES = 1024
 
 
 class MergedOutput:
@@ -89,6 +92,8 @@ class SummedGradients:
         self._scale = scale
         self._dtype = torch.promote_types(q.dtype, torch.float32)
         self._grad_q: torch.Tensor | None = None
+        # A kernel returns a new tensor for each call; a few queries at a time keep it small.
+        self._most = max(_LEAST_QUERIES, -(-q.shape[2] // _QUERY_PARTS))
 
     def add(
         self, k: torch.Tensor, v: torch.Tensor, spans: Iterable[Span]
@@ -96,7 +101,8 @@ class SummedGradients:
         """Add the gradient of the queries; return those of k and v, in at least float32."""
         grad_k: torch.Tensor | None = None
         grad_v: torch.Tensor | None = None
-        for span in spans:
+        parts = [part for span in spans for part in by_queries(span, self._most)]
+        for span in parts:
             keys = index_of(span, span.keys)
             found = self._of_span(span, k[keys], v[keys])
             self._grad_q = self._sum(

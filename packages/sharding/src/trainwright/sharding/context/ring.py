@@ -17,7 +17,7 @@ from trainwright.sharding.context.documents import Documents, documents_of
 from trainwright.sharding.context.kernels import Kernel, choose_kernel
 from trainwright.sharding.context.layout import ContextLayout
 from trainwright.sharding.context.merging import MergedOutput, SummedGradients
-from trainwright.sharding.context.ring_plan import RingPlan, RingStep, ring_plan
+from trainwright.sharding.context.ring_plan import RingPlan, RingStep
 from trainwright.sharding.context.time_order import Range
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -69,7 +69,11 @@ def ring_attention(
     """
     known = documents_of(documents)
     check_attention(q, k, v, layout, comm, known)
-    plan = ring_plan(layout.ranges, layout.ranges, comm.rank, causal, known)
+    ranges, rank = layout.ranges, comm.rank
+    plan = (known or layout).memo.once(
+        ("ring", ranges, rank, causal),
+        lambda: RingPlan.of(ranges, ranges, rank, causal=causal, documents=known),
+    )
     return ring_of_plan(q, k, v, plan, comm, scale)
 
 
@@ -129,7 +133,6 @@ class _Blocks:
 
     def __init__(self, own: Pair, run: _Run) -> None:
         self._own = own
-        self._whole: Pair | None = None
         self._comm = run.comm
         self._left = list(run.plan.steps)
         self._coming: tuple[Work | None, Pair] = (None, own)
@@ -148,7 +151,8 @@ class _Blocks:
     def _start(self, step: RingStep) -> tuple[Work | None, Pair]:
         messages: list[Send | Recv] = []
         if step.given is not None:
-            messages += [Send(part, step.user) for part in self._part(step.given)]
+            part = slice(*step.given)
+            messages += [Send(tensor[:, :, part].contiguous(), step.user) for tensor in self._own]
         first, last = step.taken or (0, 0)
         k, v = (
             tensor.new_empty((*tensor.shape[:2], last - first, tensor.shape[3]))
@@ -157,16 +161,6 @@ class _Blocks:
         if step.taken is not None:
             messages += [Recv(k, step.owner), Recv(v, step.owner)]
         return (self._comm.exchange(messages) if messages else None), (k, v)
-
-    def _part(self, ends: Range) -> Pair:
-        k, v = (tensor[:, :, slice(*ends)].contiguous() for tensor in self._whole_blocks())
-        return k, v
-
-    def _whole_blocks(self) -> Pair:
-        """Return own keys and values, contiguous: most users need all of them."""
-        if self._whole is None:
-            self._whole = (self._own[0].contiguous(), self._own[1].contiguous())
-        return self._whole
 
 
 class _Returns:

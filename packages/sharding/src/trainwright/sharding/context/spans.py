@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -69,6 +70,10 @@ class Segment:
         return self.position + self.stop - self.start
 
 
+Segments = tuple[tuple[Range | None, dict[int, list[Segment]]], ...]
+"""By range of sequences whose documents are alike (None: all), the segments of each document."""
+
+
 def spans_between(
     queries: Ranges, keys: Ranges, *, causal: bool, documents: Documents | None = None
 ) -> tuple[Span, ...]:
@@ -84,31 +89,33 @@ def spans_between(
         Spans that hold each pair once; sequences whose documents are alike share theirs. None for
         a block in which nothing is visible.
     """
+    asking, asked = segments_of(queries, documents), segments_of(keys, documents)
+    return spans_of_segments(asking, asked, causal)
+
+
+def segments_of(ranges: Ranges, documents: Documents | None) -> Segments:
+    """Cut the ranges of positions that a rank holds at the documents."""
     if documents is None:
-        whole = [Run(0, max((stop for _, stop in (*queries, *keys)), default=0), 0)]
-        return tuple(_of_row(queries, keys, whole, causal, None))
-    found: list[Span] = []
+        end = max((stop for _, stop in ranges), default=0)
+        return ((None, _by_document(ranges, [Run(0, end, 0)])),)
+    found: list[tuple[Range | None, dict[int, list[Segment]]]] = []
     row = 0
     for runs, same in itertools.groupby(documents.rows):
-        count = len(list(same))
-        found += _of_row(queries, keys, runs, causal, (row, row + count))
-        row += count
+        alike = len(list(same))
+        found.append(((row, row + alike), _by_document(ranges, runs)))
+        row += alike
     return tuple(found)
 
 
-def remembered_spans(
-    queries: Ranges, keys: Ranges, causal: bool, documents: Documents | None
-) -> tuple[Span, ...]:
-    """Return `spans_between`, computed once for all layers that are given the same documents."""
-
-    def compute() -> tuple[Span, ...]:
-        return spans_between(queries, keys, causal=causal, documents=documents)
-
-    return (
-        compute()
-        if documents is None
-        else documents.once(("spans", queries, keys, causal), compute)
-    )
+def spans_of_segments(queries: Segments, keys: Segments, causal: bool) -> tuple[Span, ...]:
+    """Return what queries see of keys, both cut at the same documents."""
+    found: list[Span] = []
+    for (rows, asking), (_, asked) in zip(queries, keys, strict=True):
+        for document in asking.keys() & asked.keys():
+            found += _of_document(asking[document], asked[document], causal, rows)
+    # In the order of the keys, whatever the order of the set.
+    found.sort(key=lambda span: (span.rows or (0, 0), span.keys, span.queries))
+    return tuple(found)
 
 
 def hull_of_keys(spans: Iterable[Span]) -> Range | None:
@@ -119,37 +126,55 @@ def hull_of_keys(spans: Iterable[Span]) -> Range | None:
     return min(start for start, _ in ranges), max(stop for _, stop in ranges)
 
 
-def shift_keys(span: Span, by: int) -> Span:
-    """Return a span whose keys are counted from elsewhere."""
-    return attrs.evolve(span, keys=(span.keys[0] + by, span.keys[1] + by))
+def within_keys(span: Span, first: int, last: int) -> Iterator[Span]:
+    """Yield what a span has in a range of keys, which are then counted from the first of them."""
+    start, stop = max(span.keys[0], first), min(span.keys[1], last)
+    if start >= stop:
+        return
+    keys = (start - first, stop - first)
+    if not span.causal:
+        yield Span(span.queries, keys, rows=span.rows)
+        return
+    query = span.queries[0] + start - span.keys[0]
+    later = query + stop - start
+    yield Span((query, later), keys, True, span.rows)
+    if later < span.queries[1]:
+        yield Span((later, span.queries[1]), keys, rows=span.rows)
 
 
-def _of_row(
-    queries: Ranges, keys: Ranges, runs: Sequence[Run], causal: bool, rows: Range | None
+def by_queries(span: Span, most: int) -> Iterator[Span]:
+    """Yield a rectangle in parts of at most so many queries; a triangle is one part."""
+    if span.causal:
+        yield span
+        return
+    for start in range(*span.queries, most):
+        yield attrs.evolve(span, queries=(start, min(start + most, span.queries[1])))
+
+
+def _of_document(
+    asking: list[Segment], asked: list[Segment], causal: bool, rows: Range | None
 ) -> Iterator[Span]:
-    keys_of = _by_document(keys, runs)
-    for document, asking in _by_document(queries, runs).items():
-        asked = keys_of.get(document, [])
-        if causal and _is_one_stretch(asking, asked):
-            stretch = (asking[0].start, asking[-1].stop)
-            yield Span(stretch, (asked[0].start, asked[-1].stop), True, rows)
-            continue
-        pairs = [_pair(one, other, causal) for one in asking for other in asked]
-        for corner in _joined([found for pair in pairs for found in pair]):
-            yield attrs.evolve(corner, rows=rows)
+    if causal and _is_one_stretch(asking, asked):
+        stretch = (asking[0].start, asking[-1].stop)
+        yield Span(stretch, (asked[0].start, asked[-1].stop), True, rows)
+        return
+    pairs = [_pair(one, other, causal) for one in asking for other in asked]
+    for span in _joined([found for pair in pairs for found in pair]):
+        yield attrs.evolve(span, rows=rows)
 
 
 def _by_document(ranges: Ranges, runs: Sequence[Run]) -> dict[int, list[Segment]]:
-    """Cut a rank's ranges at the documents."""
     found: defaultdict[int, list[Segment]] = defaultdict(list)
+    stops = [run.stop for run in runs]
     at = 0
     for start, stop in ranges:
-        for run in runs:
+        for run in itertools.islice(runs, bisect.bisect_right(stops, start), None):
             first, last = max(start, run.start), min(stop, run.stop)
-            if first < last:
-                index = at + first - start
-                segment = Segment(index, index + last - first, first, run.document)
-                found[run.document].append(segment)
+            if first >= last:
+                break
+            index = at + first - start
+            segment = Segment(index, index + last - first, first, run.document)
+            found[run.document].append(segment)
         at += stop - start
     return dict(found)
 

@@ -13,7 +13,7 @@ from trainwright.sharding.context.documents import Documents, documents_of
 from trainwright.sharding.context.head_exchange import HeadExchange
 from trainwright.sharding.context.head_shares import share_heads
 from trainwright.sharding.context.layout import ContextLayout
-from trainwright.sharding.context.spans import remembered_spans
+from trainwright.sharding.context.spans import spans_between
 
 
 def ulysses_attention(
@@ -61,5 +61,9 @@ def ulysses_attention(
     shares = share_heads(q.shape[1], k.shape[1], whole, comm.size)
     exchange = HeadExchange(comm, layout.ranges, shares)
     own_q, all_k, all_v = exchange.enter(q, k, v)
-    spans = remembered_spans(shares[comm.rank].queries, whole, causal, known)
+    mine = shares[comm.rank].queries
+    spans = (known or layout).memo.once(
+        ("spans", mine, whole, causal),
+        lambda: spans_between(mine, whole, causal=causal, documents=known),
+    )
     return exchange.leave(attend(own_q, all_k, all_v, spans, scale=scale)[0])
