@@ -13,12 +13,29 @@ import torch.nn.functional as F
 from trainwright.checkpointing.activations import keep_all
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Corpus, Reader
-from trainwright.integration.model import ModelShape, PlainLayers, build_stage, initialize_
+from trainwright.integration.model import (
+    ExpertShape,
+    ModelShape,
+    PlainLayers,
+    build_stage,
+    initialize_,
+)
+from trainwright.pipeline_schedules.execute.output import as_stage_output
 from trainwright.sharding import placements_of
+from trainwright.sharding.expert import Routing
 
 LICENSE = Path(__file__).parents[1] / "LICENSE"
 GROUPED = ModelShape(width=32, layers=8, heads=8, kv_heads=4, mlp_width=64)
 """Its key/value heads tp=8 cannot share out, and its other sizes tp=3, 5, 6 and 7 do not divide."""
+
+SPARSE = ModelShape(
+    width=32,
+    layers=4,
+    heads=8,
+    kv_heads=4,
+    experts=ExpertShape(Routing(8, 2), width=24, shared_width=24, balance=0.1, z=0.01),
+)
+"""A mixture of experts whose auxiliary losses are large enough to be seen."""
 
 
 def text() -> Corpus:
@@ -112,9 +129,10 @@ class SerialRun:
         tokens, labels = batch.tokens_MBS[0], batch.labels_MBS[0]
         loss_sum = 0.0
         for part in torch.arange(len(tokens)).chunk(self.splits):
-            logits = self.model(tokens_BS=tokens[part])
-            loss = F.cross_entropy(logits.flatten(0, 1), labels[part].flatten(), reduction="sum")
-            (loss / labels.numel()).backward()
+            returned = as_stage_output(self.model(tokens_BS=tokens[part]))
+            logits = returned.output.flatten(0, 1)
+            loss = F.cross_entropy(logits, labels[part].flatten(), reduction="sum")
+            (sum(returned.losses.values(), loss) / labels.numel()).backward()
             loss_sum += float(loss.detach())
         gradients = {n: p.grad for n, p in self.named.items()}
         squares = [g.double().square().sum() for g in gradients.values() if g is not None]

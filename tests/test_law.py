@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from tests.layouts import steps_in_layout, steps_in_processes, trajectory
-from tests.serial import GROUPED, Outcome, SerialRun, Snapshot, learning_rate, settings, text
+from tests.serial import (
+    GROUPED,
+    SPARSE,
+    Outcome,
+    SerialRun,
+    Snapshot,
+    learning_rate,
+    settings,
+    text,
+)
 from tests.serial_runs import STEPS, serial_history, serial_steps
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.config import CONTEXTS, SCHEDULES, RunConfig
@@ -72,11 +81,30 @@ SAMPLE = [
         "dp=2,tp=2,pp=2",
         {"microbatches": 2, "zero": 3, "sequence_parallel": True, "model": "tiny-tied"},
     ),
-    ("dp=2,cp=3", {"microbatches": 2, "zero": 3, "recompute": "full"}),
+    ("dp=2,cp=3", {"microbatches": 2, "zero": 3, "context": "ulysses", "recompute": "full"}),
     (
         "cp=2,tp=2,pp=2",
         {"microbatches": 3, "zero": 2, "schedule": "zb-h1", "sequence_parallel": True},
     ),
+    ("dp=4,ep=4", {"microbatches": 2, "zero": 1, "model": "tiny-moe", "recompute": "full"}),
+    (
+        "cp=2,tp=2,pp=2,ep=2",
+        {"microbatches": 3, "zero": 3, "sequence_parallel": True, "model": "tiny-moe"},
+    ),
+]
+EXPERT_PARALLEL: list[tuple[str, dict[str, object]]] = [
+    (layout, {"model": "tiny-moe", "zero": zero, **variant})
+    for zero in (0, 1, 2, 3)
+    for layout, variant in (
+        ("dp=2", {"recompute": "every-2"}),
+        ("dp=4,ep=4", {"microbatches": 3, "recompute": "full"}),
+        ("dp=2,tp=2,pp=2,ep=2", {"microbatches": 2, "sequence_parallel": True}),
+        ("dp=4,tp=2,ep=4,etp=1", {"microbatches": 3}),
+        ("dp=2,tp=2,ep=4,etp=1", {"microbatches": 2, "sequence_parallel": True}),
+        ("cp=4,pp=2,ep=2", {"microbatches": 3, "schedule": "zb-v", "recompute": "full"}),
+        ("dp=2,cp=2,pp=2,ep=4", {"microbatches": 3, "schedule": "interleaved-1f1b"}),
+        ("dp=2,cp=2,tp=2,ep=2,etp=4", {"microbatches": 2}),
+    )
 ]
 CONTEXT_PARALLEL: list[tuple[str, dict[str, object]]] = [
     (layout, {"context": context, "zero": zero, **variant})
@@ -159,7 +187,8 @@ def _name(layout: str) -> str:
 
 
 def shape_of(config: RunConfig) -> ModelShape:
-    return attrs.evolve(GROUPED, tied=config.shape.tied)
+    base = GROUPED if config.shape.experts is None else SPARSE
+    return attrs.evolve(base, tied=config.shape.tied)
 
 
 def assert_same_steps(config: RunConfig, steps: Sequence[int] = STEPS) -> None:
@@ -300,6 +329,14 @@ def test_one_step_with_sequence_parallelism_at_every_stage_is_the_serial_step(
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "variant"), CONTEXT_PARALLEL)
 def test_one_step_with_context_parallelism_at_every_stage_is_the_serial_step(
+    layout: str, variant: dict[str, object]
+) -> None:
+    assert_same_steps(settings(layout=layout, dtype="float64", **variant))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "variant"), EXPERT_PARALLEL)
+def test_one_step_with_experts_at_every_stage_is_the_serial_step(
     layout: str, variant: dict[str, object]
 ) -> None:
     assert_same_steps(settings(layout=layout, dtype="float64", **variant))

@@ -30,6 +30,10 @@ PAIRS = [
         {"layout": "dp=4,dp_shard=2", "zero": 2, "microbatches": 2},
         {"layout": "dp=3,tp=2", "zero": 3, "microbatches": 2, "sequence_parallel": True},
     ),
+    (
+        {"layout": "dp=2,tp=2,ep=2", "zero": 3, "microbatches": 2, "model": "tiny-moe"},
+        {"layout": "dp=2,cp=2,pp=2,ep=4", "zero": 1, "microbatches": 3, "model": "tiny-moe"},
+    ),
 ]
 
 

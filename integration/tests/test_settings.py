@@ -22,7 +22,7 @@ from trainwright.integration.model import ModelShape, preset
         ("pp=5", ["pp=5", "has 4", "up to 4"]),
         ("dp=3", ["16", "dp=3", "12 or 18"]),
         ("cp=200", ["cp=200", "128 has fewer positions", "cp up to 128"]),
-        ("ep=2,dp=2", ["ep", "not available yet"]),
+        ("ep=2,dp=2", ["ep=2", "tiny has none", "--model tiny-moe"]),
         ("dp=2,dp=2", ["dp"]),
         ("dp=0", ["dp"]),
         ("dp=two", ["two"]),
@@ -262,6 +262,7 @@ def test_the_environment_of_torchrun_and_of_slurm_place_a_process() -> None:
         (["--save-every", "10", "--keep-every", "20"], "no effect without --keep"),
         (["--keep", "1", "--keep-every", "20"], "no effect with --save-every 0"),
         (["--async-save"], "--async-save has no effect with --save-every 0"),
+        (["--context", "ulysses"], "--context ulysses has no effect with --layout dp=1"),
         (["--context", "rings"], "did you mean ring?"),
         (
             ["--keep", "1", "--save-every", "10", "--keep-every", "25"],

@@ -25,9 +25,9 @@ FAULTS_OF_GRADIENTS = (
     ),
     Fault(
         "the layers of a stage are cut over data ranks",
-        f"{INTEGRATION}/sharded.py",
-        'TensorParallelLayers(mesh.communicator("tp"), sequence, attend)',
-        'TensorParallelLayers(mesh.communicator("dp"), sequence, attend)',
+        f"{INTEGRATION}/model/parallel_layers.py",
+        'self.tp = mesh.communicator("tp")',
+        'self.tp = mesh.communicator("dp")',
         IN_3D,
     ),
     Fault(

@@ -21,7 +21,7 @@ SCHEDULES = tuple(name for name in GENERATORS if name != "forward-only")
 ZERO_STAGES = (0, 1, 2, 3)
 GATHERS = ("auto", "step", "action", "unit")
 REDUCTIONS = ("step", "microbatch")
-CONTEXTS = ("ring",)
+CONTEXTS = ("ring", "ulysses", "gathered")
 
 
 @attrs.frozen
@@ -46,7 +46,7 @@ class RunConfig:
         sequence_parallel: whether tensor-parallel ranks have a part of the positions each between
             their products, instead of all.
         context: how context-parallel ranks attend to each other's positions: keys and values go
-            round a ``ring``.
+            round a ``ring``, heads are exchanged (``ulysses``), or all keys are ``gathered``.
         zero: stage of sharded data parallelism.
         gather: when stage 3 makes weights whole: ``unit`` by unit around their use, a whole
             pipeline stage for the ``step`` or for each ``action``; ``auto`` is unit without a

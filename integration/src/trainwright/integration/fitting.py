@@ -17,9 +17,8 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     Raises:
         ConfigError: naming the size that does not divide and the nearest values that work.
     """
-    if mesh.ep > 1:
-        raise ConfigError(f"--layout {config.layout}: ep > 1 is not available yet; use ep=1")
-    for name in ("heads", "vocabulary", "mlp_width"):
+    _check_experts(shape, mesh, config)
+    for name in ("heads", "vocabulary", *(("mlp_width",) if shape.experts is None else ())):
         size = getattr(shape, name)
         if size < mesh.tp:
             raise ConfigError(
@@ -40,6 +39,27 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
         parse_policy(config.recompute)
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"--recompute {config.recompute}: {error}") from error
+
+
+def _check_experts(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
+    if shape.experts is None:
+        if mesh.ep > 1:
+            raise ConfigError(
+                f"--layout {config.layout}: ep={mesh.ep} ranks share experts, of which model "
+                f"{config.model} has none; --model tiny-moe has some"
+            )
+        return
+    for size, ranks, what, axis in (
+        (shape.experts.routing.num_experts, mesh.ep, "experts", "ep"),
+        (shape.experts.width, mesh.etp, "features of an expert", "etp"),
+        (shape.experts.shared_width or 0, mesh.tp, "features of the shared expert", "tp"),
+    ):
+        if size % ranks:
+            works = [n for n in range(1, size + 1) if size % n == 0]
+            raise ConfigError(
+                f"--layout {config.layout}: {axis}={ranks} must divide the {size} {what} of model "
+                f"{config.model}; one of {works} works"
+            )
 
 
 def _check_pipeline(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:

@@ -10,9 +10,18 @@ import attrs
 import torch
 
 from trainwright.collectives import Communicator
-from trainwright.sharding.context import ContextLayout, ring_attention
+from trainwright.sharding.context import (
+    ContextLayout,
+    gathered_attention,
+    ring_attention,
+    ulysses_attention,
+)
 
-ATTENTIONS: dict[str, Callable[..., torch.Tensor]] = {"ring": ring_attention}
+ATTENTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+    "gathered": gathered_attention,
+}
 """Ways to attend over the positions of all context-parallel ranks, by their option."""
 
 

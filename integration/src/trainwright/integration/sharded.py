@@ -12,6 +12,7 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.model import (
     Block,
     DecoderStage,
+    ExpertBlock,
     ModelShape,
     TensorParallelLayers,
     build_stage,
@@ -24,12 +25,16 @@ from trainwright.precision import policy
 from trainwright.sharding import Mesh, Partial, placements_of
 from trainwright.sharding.context import ContextLayout
 from trainwright.sharding.data import DataParallel, ShardPolicy, by_class, data_parallel
+from trainwright.sharding.expert import capture_routing
 from trainwright.sharding.tensor import SequenceSharding
 
 EMBEDDING = "model.embed_tokens.weight"
 
 KEEP_FP32 = ("*norm.weight",)
 """Norms stay in at least float32 whatever the dtype of the run."""
+
+ROUTERS = "*.mlp.gate.weight"
+"""So do routers."""
 
 
 def build_stages(
@@ -42,8 +47,8 @@ def build_stages(
     if config.sequence_parallel:
         sequence = SequenceSharding.keeping_shards(length=part.length)
     attend = attend_causally if config.mesh.cp == 1 else part.attend
-    layers = TensorParallelLayers(mesh.communicator("tp"), sequence, attend)
-    policy = parse_policy(config.recompute)
+    layers = TensorParallelLayers(mesh, sequence, attend)
+    policy = parse_policy(config.recompute, captures=[capture_routing])
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
     stages = {}
     with torch.device("meta"):
@@ -87,14 +92,15 @@ def _shard(
         # The embedding lies at both ends of the pipeline, which see a part of its gradient each.
         alone = placements[EMBEDDING]
         placements[EMBEDDING] = attrs.evolve(alone, gradient={**alone.gradient, "pp": Partial()})
-    dtypes = policy(config.dtype, keep_fp32=KEEP_FP32)
+    keep = KEEP_FP32 if shape.experts is None else (*KEEP_FP32, ROUTERS)
+    dtypes = policy(config.dtype, keep_fp32=keep)
     dtypes.check_patterns(placements)
     return data_parallel(
         module,
         mesh,
         ShardPolicy(
             stage=config.zero,
-            units=by_class(Block),
+            units=by_class(Block, ExpertBlock),
             parameter_dtype=dtypes.parameter_dtype,
             reduce_each_backward=config.reduce == "microbatch",
             # Drawn by place they are equal already; a broadcast would hide it if they were not.

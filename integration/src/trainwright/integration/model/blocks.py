@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.integration.model.shape import ModelShape
+from trainwright.integration.model.plain_experts import PlainExperts
+from trainwright.integration.model.shape import ExpertShape, ModelShape
 
 
 class Layers(Protocol):
@@ -52,6 +53,18 @@ class Layers(Protocol):
 
     def enter(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
         """Hand the residual stream to column products: sums their input gradients in backward."""
+        ...
+
+    def experts(self, width: int, experts: ExpertShape) -> nn.Module:
+        """Return a mixture of experts; its input has not passed through ``enter``.
+
+        It is called with the residual stream [B, S, D] and, by name, ``positions_S``, and returns
+        its output and a report with the 0-d sums ``balance`` and ``z`` over the tokens.
+        """
+        ...
+
+    def between(self, positions_S: torch.Tensor) -> torch.Tensor:
+        """Return those of this rank's positions that its residual stream has between products."""
         ...
 
     def cross_entropy(
@@ -104,6 +117,14 @@ class PlainLayers:
     def enter(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
         """Return the tensor itself."""
         return hidden_BSD
+
+    def experts(self, width: int, experts: ExpertShape) -> nn.Module:
+        """Return a `PlainExperts`."""
+        return PlainExperts(width, experts)
+
+    def between(self, positions_S: torch.Tensor) -> torch.Tensor:
+        """Return the tensor itself."""
+        return positions_S
 
     def cross_entropy(
         self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, vocabulary: int
@@ -193,6 +214,37 @@ class Block(nn.Module):
         hidden_BSD = hidden_BSD + self.self_attn(self.input_layernorm(hidden_BSD), cos_SE, sin_SE)
         output: torch.Tensor = hidden_BSD + self.mlp(self.post_attention_layernorm(hidden_BSD))
         return output
+
+
+class ExpertBlock(nn.Module):
+    """One pre-norm decoder block whose feed-forward part is a mixture of experts."""
+
+    def __init__(self, shape: ModelShape, experts: ExpertShape, layers: Layers) -> None:
+        super().__init__()
+        self.sizes = experts
+        self.input_layernorm = layers.norm(shape.width, shape.norm_epsilon)
+        self.self_attn = Attention(shape, layers)
+        self.post_attention_layernorm = layers.norm(shape.width, shape.norm_epsilon)
+        self.mlp = layers.experts(shape.width, experts)
+
+    def forward(
+        self,
+        stream: tuple[torch.Tensor, torch.Tensor],
+        cos_SE: torch.Tensor,
+        sin_SE: torch.Tensor,
+        positions_S: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the residual stream [B, S, D] and the auxiliary losses after this block.
+
+        Args:
+            stream: The same before it; the losses are a 0-d sum over tokens.
+        """
+        hidden_BSD, losses = stream
+        hidden_BSD = hidden_BSD + self.self_attn(self.input_layernorm(hidden_BSD), cos_SE, sin_SE)
+        normed_BSD = self.post_attention_layernorm(hidden_BSD)
+        output_BSD, report = self.mlp(normed_BSD, positions_S=positions_S)
+        losses = losses + self.sizes.balance * report.balance + self.sizes.z * report.z
+        return hidden_BSD + output_BSD, losses
 
 
 def rotary_angles(

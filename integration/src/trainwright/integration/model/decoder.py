@@ -5,22 +5,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.integration.model.blocks import Block, Layers, rotary_angles
+from trainwright.integration.model.blocks import Block, ExpertBlock, Layers, rotary_angles
 from trainwright.integration.model.shape import ModelShape
+from trainwright.pipeline_schedules.execute import StageOutput
 
 
 class LayerRunner(Protocol):
     """Applies layers in turn, keeping or recomputing what backward needs."""
 
-    def __call__(
-        self, layers: Sequence[nn.Module], hidden: torch.Tensor, *args: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layers: Sequence[nn.Module], hidden: Any, *args: torch.Tensor) -> Any:
         """Return ``hidden`` after every layer, each called ``layer(hidden, *args)``."""
         ...
 
@@ -46,7 +45,7 @@ class DecoderStage(nn.Module):
         self.runner = runner
         self.is_first = blocks.start == 0
         self.is_last = blocks.stop == shape.layers
-        numbered = nn.ModuleDict({str(i): Block(shape, layers) for i in blocks})
+        numbered = nn.ModuleDict({str(i): _block(shape, layers) for i in blocks})
         self.model = nn.ModuleDict()
         if self.is_first or (self.is_last and shape.tied):
             self.model["embed_tokens"] = layers.embedding(shape.vocabulary, shape.width)
@@ -64,10 +63,11 @@ class DecoderStage(nn.Module):
         tokens_BS: torch.Tensor,
         positions_S: torch.Tensor | None = None,
         **_: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | StageOutput:
         """Return the next stage's input [B, S, D], or logits [B, S, V] on the last stage.
 
-        Where S is a part of each sequence, ``positions_S`` says which; None counts from 0.
+        Where S is a part of each sequence, ``positions_S`` says which; None counts from 0. In
+        training a model with experts adds the sum of its auxiliary losses, named "experts".
         """
         if hidden_BSD is None:
             hidden_BSD = self.model["embed_tokens"](tokens_BS)
@@ -76,10 +76,18 @@ class DecoderStage(nn.Module):
         cos_SE, sin_SE = rotary_angles(
             positions_S, self.shape.head_width, self.shape.rope_base, hidden_BSD.dtype
         )
-        hidden_BSD = self.runner(self._blocks, hidden_BSD, cos_SE, sin_SE)
-        if not self.is_last:
+        losses = None
+        if self.shape.experts is None:
+            hidden_BSD = self.runner(self._blocks, hidden_BSD, cos_SE, sin_SE)
+        else:
+            stream = (hidden_BSD, cos_SE.new_zeros(()))
+            between_S = self.layers.between(positions_S)
+            hidden_BSD, losses = self.runner(self._blocks, stream, cos_SE, sin_SE, between_S)
+        if self.is_last:
+            hidden_BSD = self._head(self.layers.enter(self.model["norm"](hidden_BSD)))
+        if losses is None or not losses.requires_grad:
             return hidden_BSD
-        return self._head(self.layers.enter(self.model["norm"](hidden_BSD)))
+        return StageOutput(hidden_BSD, {"experts": losses})
 
     def loss(
         self, logits_BSV: torch.Tensor, *, labels_BS: torch.Tensor, **_: torch.Tensor
@@ -94,6 +102,12 @@ class DecoderStage(nn.Module):
             return F.linear(entered_BSD, table_VD)
         logits_BSV: torch.Tensor = self.lm_head(entered_BSD)
         return logits_BSV
+
+
+def _block(shape: ModelShape, layers: Layers) -> nn.Module:
+    if shape.experts is None:
+        return Block(shape, layers)
+    return ExpertBlock(shape, shape.experts, layers)
 
 
 def build_stage(

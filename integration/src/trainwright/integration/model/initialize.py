@@ -12,6 +12,8 @@ from trainwright.integration.model.shape import ModelShape
 from trainwright.sharding import ParameterPlacement, draw_parameter_
 
 WEIGHT_STD = 0.02
+WRITERS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
+"""What the names of weights that write into the residual stream end with."""
 
 
 def initializer(
@@ -20,8 +22,8 @@ def initializer(
     """Return what fills a module's own parameters with the plain model's values at their place.
 
     Matrices are normal with a standard deviation of 0.02, those that write into the residual
-    stream divided by √(2·layers); vectors are ones. Each element depends on seed, parameter name
-    and global index alone.
+    stream divided by √(2·layers); vectors are ones, buffers zeros. Each element depends on seed,
+    parameter name and global index alone.
 
     Args:
         placements: of every parameter, by its full name.
@@ -33,13 +35,15 @@ def initializer(
 
     @torch.no_grad()
     def initialize(path: str, module: nn.Module) -> None:
+        for buffer in module.buffers(recurse=False):
+            buffer.zero_()
         for own, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{own}" if path else own
             placement = placements[name]
             if len(placement.global_shape) < 2:
                 parameter.fill_(1.0)
                 continue
-            writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            writes_residual = name.endswith(WRITERS)
             std = WEIGHT_STD / (2 * shape.layers) ** 0.5 if writes_residual else WEIGHT_STD
             draw_parameter_(parameter, placement, random.Key(seed, name), std)
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from trainwright.collectives import Communicator
 from trainwright.collectives.differentiable import replicate_to_partial
 from trainwright.integration.model.blocks import RMSNorm, attend_causally
-from trainwright.integration.model.shape import ModelShape
+from trainwright.integration.model.shape import ExpertShape, ModelShape
+from trainwright.sharding import Mesh
+from trainwright.sharding.expert import MixtureOfExperts
 from trainwright.sharding.tensor import (
     ColumnParallelLinear,
     Cut,
@@ -32,23 +33,24 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TensorParallelLayers:
-    """Column, row and vocabulary-parallel layers over one communicator.
+    """Column, row and vocabulary-parallel layers over the tensor-parallel ranks of a mesh.
 
     Sizes that the ranks do not divide are shared out as evenly as they can be.
 
     Args:
-        tp: the tensor-parallel ranks.
+        mesh: all ranks; experts lie on its expert view.
         sequence: how positions are cut between the products; None where every rank has all.
         attend: causal attention where sequences are cut over other ranks as well.
     """
 
     def __init__(
         self,
-        tp: Communicator,
+        mesh: Mesh,
         sequence: SequenceSharding | None = None,
         attend: Attend = attend_causally,
     ) -> None:
-        self.tp = tp
+        self.mesh = mesh
+        self.tp = mesh.communicator("tp")
         self.sequence = sequence
         self._attend = attend
 
@@ -85,6 +87,17 @@ class TensorParallelLayers:
         norm = RMSNorm(width, epsilon)
         return norm if self.sequence is None else place_partial_(norm)
 
+    def experts(self, width: int, experts: ExpertShape) -> nn.Module:
+        """Return a mixture whose experts lie on the expert view of the mesh."""
+        return MixtureOfExperts(
+            width,
+            experts.width,
+            experts.routing,
+            self.mesh,
+            shared_width=experts.shared_width,
+            sequence=self.sequence,
+        )
+
     def embedding(self, vocabulary: int, width: int) -> nn.Module:
         """Return a table whose rows are shared out over the ranks."""
         cut = Cut.balanced(vocabulary, self.tp.size)
@@ -95,6 +108,12 @@ class TensorParallelLayers:
         if self.sequence is None:
             return replicate_to_partial(hidden_BSD, self.tp)
         return enter_sequence(hidden_BSD, self.tp, self.sequence)
+
+    def between(self, positions_S: torch.Tensor) -> torch.Tensor:
+        """Return all, or under sequence parallelism this rank's share of them."""
+        if self.sequence is None:
+            return positions_S
+        return Cut.uneven(len(positions_S), self.tp.size).take(positions_S, 0, self.tp.rank)
 
     def cross_entropy(
         self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, vocabulary: int
