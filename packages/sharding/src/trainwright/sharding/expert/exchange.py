@@ -10,7 +10,7 @@ import torch
 
 from trainwright.collectives import differentiable
 from trainwright.sharding.expert.ranks import ExpertRanks
-from trainwright.sharding.expert.rows import permute, place_choices, take_tokens
+from trainwright.sharding.expert.rows import Choices, permute, sum_choices, take_tokens
 
 
 @attrs.frozen(eq=False)
@@ -18,9 +18,7 @@ class Trip:
     """Which rows travel where in one forward.
 
     Args:
-        num_tokens: N.
-        top_k: K.
-        order: int64 [A], which of the N * K choices are sent, by expert.
+        choices: Which of the N * K choices are sent, by expert.
         sent: Rows to each rank of ep.
         received: Rows from each rank of ep.
         shared: Rows of each rank of etp, which compute on the rows of all.
@@ -30,9 +28,7 @@ class Trip:
         sizes: Rows of each local expert; they sum to R.
     """
 
-    num_tokens: int
-    top_k: int
-    order: torch.Tensor
+    choices: Choices
     sent: tuple[int, ...]
     received: tuple[int, ...]
     shared: tuple[int, ...]
@@ -69,9 +65,7 @@ def plan_trip(experts_NK: torch.Tensor, num_experts: int, ranks: ExpertRanks) ->
     own = ranks.etp.rank
     regroup, inverse = _regroup(from_each.view(ep, etp, local), sum(map(sum, heard)))
     return Trip(
-        num_tokens=experts_NK.shape[0],
-        top_k=experts_NK.shape[1],
-        order=order[: sum(sent)],
+        choices=Choices.of(order[: sum(sent)], *experts_NK.shape),
         sent=sent,
         received=tuple(sum(heard[peer * etp + own]) for peer in range(ep)),
         shared=tuple(sum(sum(heard[peer * etp + q]) for peer in range(ep)) for q in range(etp)),
@@ -96,7 +90,7 @@ def dispatch(hidden_ND: torch.Tensor, trip: Trip, ranks: ExpertRanks) -> torch.T
         One all-to-all over ep, and with etp > 1 one over etp, in which each rank's rows go to all;
         backward the same.
     """
-    rows = take_tokens(hidden_ND, trip.order, trip.top_k)
+    rows = take_tokens(hidden_ND, trip.choices)
     rows = differentiable.all_to_all(rows, ranks.ep, trip.received, trip.sent)
     etp = ranks.etp
     if etp.size > 1:
@@ -107,16 +101,19 @@ def dispatch(hidden_ND: torch.Tensor, trip: Trip, ranks: ExpertRanks) -> torch.T
     return permute(rows, trip.regroup, trip.inverse)
 
 
-def combine(rows_RD: torch.Tensor, trip: Trip, ranks: ExpertRanks) -> torch.Tensor:
-    """Bring what the experts computed back to the tokens.
+def combine(
+    rows_RD: torch.Tensor, weights_NK: torch.Tensor, trip: Trip, ranks: ExpertRanks
+) -> torch.Tensor:
+    """Bring what the experts computed back to the tokens, and add it up.
 
     Args:
         rows_RD: Of this rank's experts, in the order of `dispatch`; with etp > 1 this rank's terms.
+        weights_NK: Of each choice.
         trip: As for `dispatch`.
         ranks: The ranks.
 
     Returns:
-        By token and choice [N, K, D]; zero where a choice was not sent.
+        The weighted sum of what was computed for each token [N, D].
 
     Communicates:
         As `dispatch`.
@@ -130,7 +127,7 @@ def combine(rows_RD: torch.Tensor, trip: Trip, ranks: ExpertRanks) -> torch.Tens
         terms = differentiable.all_to_all(rows, etp, (own,) * etp.size, trip.shared)
         rows = terms.view(etp.size, own, rows.shape[1]).sum(0)
     rows = differentiable.all_to_all(rows, ranks.ep, trip.sent, trip.received)
-    return place_choices(rows, trip.order, trip.num_tokens, trip.top_k)
+    return sum_choices(rows, weights_NK, trip.choices)
 
 
 def _regroup(

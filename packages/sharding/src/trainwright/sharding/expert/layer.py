@@ -138,9 +138,8 @@ class MixtureOfExperts(nn.Module):
         report = self._report(logits_NE, tokens, decision)
         rows_RD = dispatch(hidden_ND, decision.trip, self.ranks)
         rows_RD = self.experts(rows_RD, decision.trip.sizes)
-        computed_NKD = combine(rows_RD, decision.trip, self.ranks)
         weights_NK = self.routing.weights(logits_NE, decision.experts)
-        routed_ND = (computed_NKD * weights_NK.to(computed_NKD.dtype)[..., None]).sum(1)
+        routed_ND = combine(rows_RD, weights_NK, decision.trip, self.ranks)
         output_BSD = cut.join(routed_ND.to(hidden_BSD.dtype))
         if self.shared_expert is not None:
             output_BSD = output_BSD + self._share(self.shared_expert, hidden_BSD, valid_BS)

@@ -1,4 +1,4 @@
-"""Moves of rows within a rank, each with its adjoint as backward: no sums in unordered atomics."""
+"""Moves of rows within a rank: sums over a token's choices are in order, never in atomics."""
 
 # Shapes: N tokens, K experts of a token, A rows sent of the N * K, R rows received, D model.
 
@@ -8,32 +8,58 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import attrs
 import torch
+import torch.nn.functional as F
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 
 
-def take_tokens(hidden_ND: torch.Tensor, order_A: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the rows to send [A, D]: token ``order // K`` for each.
+@attrs.frozen(eq=False)
+class Choices:
+    """Which of a rank's N * K choices are sent, and where they lie among the rows sent.
 
     Args:
-        hidden_ND: This rank's tokens.
-        order_A: Which of the N * K choices is sent, each at most once.
-        top_k: K.
+        num_tokens: N.
+        order: int64 [A], the choices in the order of the rows.
+        token: int64 [A], the token of each row.
+        row: int64 [A], the rows in the order of the choices.
+        starts: int64 [N], where the rows of each token begin in ``row``.
     """
-    num_tokens = hidden_ND.shape[0]
-    token_A = order_A.div(top_k, rounding_mode="floor")
-    take = partial(torch.Tensor.index_select, dim=0, index=token_A)
-    add = partial(_sum_choices, order_A=order_A, num_tokens=num_tokens, top_k=top_k)
-    return _move(hidden_ND, take, add)
+
+    num_tokens: int
+    order: torch.Tensor
+    token: torch.Tensor
+    row: torch.Tensor
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, order: torch.Tensor, num_tokens: int, top_k: int) -> Choices:
+        """Return those of the rows in an order.
+
+        Args:
+            order: int64 [A], each choice at most once.
+            num_tokens: N.
+            top_k: K.
+        """
+        in_order, row = order.sort()
+        first = torch.arange(num_tokens, device=order.device) * top_k
+        token = order.div(top_k, rounding_mode="floor")
+        return cls(num_tokens, order, token, row, torch.searchsorted(in_order, first))
 
 
-def place_choices(
-    rows_AD: torch.Tensor, order_A: torch.Tensor, num_tokens: int, top_k: int
-) -> torch.Tensor:
-    """Return what came back by token and choice [N, K, D], zero where nothing was sent."""
-    put = partial(_place, order_A=order_A, num_tokens=num_tokens, top_k=top_k)
-    return _move(rows_AD, put, partial(_take_choices, order_A=order_A))
+def take_tokens(hidden_ND: torch.Tensor, choices: Choices) -> torch.Tensor:
+    """Return the rows to send [A, D]."""
+    return _move(hidden_ND, partial(_take, choices=choices), partial(_add, choices=choices))
+
+
+def sum_choices(rows_AD: torch.Tensor, weights_NK: torch.Tensor, choices: Choices) -> torch.Tensor:
+    """Return each token's weighted sum of its rows [N, D]; zero where nothing was sent."""
+    weights_NK = weights_NK.to(rows_AD.dtype)
+    if not torch.is_grad_enabled():
+        return _weighted_sum(rows_AD, weights_NK, choices)
+    summed = _WeightedSum.apply(rows_AD, weights_NK, choices)  # type: ignore[no-untyped-call]
+    return cast(torch.Tensor, summed)
 
 
 def permute(rows_RD: torch.Tensor, order_R: torch.Tensor, inverse_R: torch.Tensor) -> torch.Tensor:
@@ -43,23 +69,43 @@ def permute(rows_RD: torch.Tensor, order_R: torch.Tensor, inverse_R: torch.Tenso
     return _move(rows_RD, there, back)
 
 
-def _place(
-    rows_AD: torch.Tensor, order_A: torch.Tensor, num_tokens: int, top_k: int
+def _take(hidden_ND: torch.Tensor, choices: Choices) -> torch.Tensor:
+    return hidden_ND.index_select(0, choices.token)
+
+
+def _add(rows_AD: torch.Tensor, choices: Choices) -> torch.Tensor:
+    return F.embedding_bag(choices.row, rows_AD, choices.starts, mode="sum")
+
+
+def _weighted_sum(
+    rows_AD: torch.Tensor, weights_NK: torch.Tensor, choices: Choices
 ) -> torch.Tensor:
-    shape = (num_tokens * top_k, *rows_AD.shape[1:])
-    is_full = shape[0] == order_A.shape[0]
-    placed = rows_AD.new_empty(shape) if is_full else rows_AD.new_zeros(shape)
-    return placed.index_copy_(0, order_A, rows_AD).view(num_tokens, top_k, *rows_AD.shape[1:])
+    weights_A = weights_NK.flatten().index_select(0, choices.order.index_select(0, choices.row))
+    return F.embedding_bag(
+        choices.row, rows_AD, choices.starts, mode="sum", per_sample_weights=weights_A
+    )
 
 
-def _take_choices(choices_NKD: torch.Tensor, order_A: torch.Tensor) -> torch.Tensor:
-    return choices_NKD.flatten(0, 1).index_select(0, order_A)
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_AD: torch.Tensor, weights_NK: torch.Tensor, choices: Choices
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows_AD, weights_NK)
+        ctx.choices = choices
+        return _weighted_sum(rows_AD, weights_NK, choices)
 
-
-def _sum_choices(
-    rows_AD: torch.Tensor, order_A: torch.Tensor, num_tokens: int, top_k: int
-) -> torch.Tensor:
-    return _place(rows_AD, order_A, num_tokens, top_k).sum(1)
+    @staticmethod
+    def backward(ctx: Any, gradient_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        rows_AD, weights_NK = ctx.saved_tensors
+        choices: Choices = ctx.choices
+        ours_AD = take_tokens(gradient_ND, choices)
+        weights_A = weights_NK.flatten().index_select(0, choices.order)
+        of_weights = torch.zeros_like(weights_NK).flatten()
+        of_weights = of_weights.index_copy(0, choices.order, (rows_AD * ours_AD).sum(-1))
+        scale = torch.mul if torch.is_grad_enabled() else torch.Tensor.mul_
+        of_rows = scale(ours_AD, weights_A[:, None])
+        return of_rows, of_weights.view_as(weights_NK), None
 
 
 def _move(tensor: torch.Tensor, forth: Move, back: Move) -> torch.Tensor:
@@ -69,6 +115,8 @@ def _move(tensor: torch.Tensor, forth: Move, back: Move) -> torch.Tensor:
 
 
 class _Move(torch.autograd.Function):
+    """A linear map and its adjoint, each the other's backward."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, forth: Move, back: Move) -> torch.Tensor:
         ctx.moves = (forth, back)
