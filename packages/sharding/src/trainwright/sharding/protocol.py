@@ -35,6 +35,29 @@ class GradientPiece(Protocol):
         ...
 
 
+class WeightCodec(Protocol):
+    """How the weights of a parameter travel where each rank keeps a part of them.
+
+    Laws: the largest of what `measure` says of the parts is what it says of the whole, and grows
+    where a part is not finite. Codes of an element depend on it and on what was measured alone, so
+    that parts encode and decode as the whole does.
+    """
+
+    def measure(self, part: torch.Tensor) -> torch.Tensor:
+        """Return a number that all ranks have to know, 0-d float32, >= 0; of nothing, zero."""
+        ...
+
+    def encode(self, part: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+        """Return one uint8 code for each element of a flat part."""
+        ...
+
+    def decode(
+        self, codes: torch.Tensor, measured: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the weights in their dtype."""
+        ...
+
+
 class Products(Protocol):
     """The three products of a linear layer, where others than plain ones are wanted.
 

@@ -10,6 +10,7 @@ from trainwright.precision.float8.protocol import Binding, Multipliers, Recipe, 
 from trainwright.precision.float8.recipes import Current, Delayed, PerRow
 from trainwright.precision.float8.roles import Along, Cut, Ranges, Role, Scope
 from trainwright.precision.float8.state import Float8State
+from trainwright.precision.float8.weights import Float8Codec
 
 __all__ = [
     "Along",
@@ -19,6 +20,7 @@ __all__ = [
     "Current",
     "Cut",
     "Delayed",
+    "Float8Codec",
     "Float8Linear",
     "Float8Products",
     "Float8State",

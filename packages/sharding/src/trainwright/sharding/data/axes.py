@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from trainwright.collectives import Communicator, ShardSpec, SingleCommunicator
 from trainwright.sharding.data.layout import GroupKey
 from trainwright.sharding.mesh import Mesh
+from trainwright.sharding.placement import Placement, Shard
 
 _ENDS = "pp_ends"
 
@@ -45,6 +46,15 @@ class DataAxes:
             assert part is not None
             self._gathers[axes] = part
         return self._gathers[axes]
+
+    def cut_weights(self, entry_axes: Mapping[str, Placement]) -> tuple[str, ...]:
+        """Return the axes of several ranks on which a weight is cut, by its placement."""
+        found = (axis for axis, place in entry_axes.items() if isinstance(place, Shard))
+        return tuple(sorted(axis for axis in found if self._mesh.size(axis) > 1))
+
+    def over(self, axis: str) -> Communicator:
+        """Return the ranks along one axis."""
+        return self._mesh.communicator(axis)
 
     def partial(self, key: GroupKey) -> tuple[Communicator, ...]:
         """Return what joins the ranks whose sums are added afterwards, one an axis."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from trainwright.sharding.data.axes import DataAxes
 from trainwright.sharding.data.buckets import Bucket
+from trainwright.sharding.data.coded import CodedGroup
 from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.flat import make_bucket
 from trainwright.sharding.data.layout import GroupLayout, LayoutEntry, launch_order, plan_groups
@@ -33,6 +34,7 @@ class FlatModel:
         frozen: Its parts of the other parameters: whole, but cut at stage 3.
         settled: The parameters outside of the buffers, by name: frozen ones below stage 3, and
             those without elements.
+        coded: Those whose weights travel as codes.
     """
 
     layout: tuple[GroupLayout, ...]
@@ -41,6 +43,16 @@ class FlatModel:
     pieces: dict[str, Piece]
     frozen: dict[str, Piece]
     settled: dict[str, nn.Parameter]
+    coded: tuple[CodedGroup, ...] = ()
+
+    def encode(self) -> None:
+        """Make codes of the weights that travel as such, once they have changed.
+
+        Communicates:
+            One all-reduce of 4 bytes a parameter over the ranks that hold parts of it.
+        """
+        for group in self.coded:
+            group.encode()
 
     @property
     def all_buckets(self) -> Iterator[Bucket]:
@@ -92,7 +104,7 @@ def flatten_model(
     Communicates:
         Stage 3: one split a distinct set of data axes. With ``policy.broadcast_weights`` one
         broadcast of each bucket, and of each parameter outside of them, along each axis on which
-        it is replicated.
+        it is replicated. What `FlatModel.encode` says.
     """
     entries = {entry.name: entry for entry in parameters}
     units = plan_units(model, policy.units, _tied_over_ends(parameters, mesh))
@@ -121,6 +133,7 @@ def flatten_model(
     for name, entry in settled.items():
         if entry.parameter.numel() > 0:
             pieces[name] = Piece(name, entry.parameter, entry.spec)
+    coded = _coded_groups(parameters, list(made.values()), axes)
     return FlatModel(
         layout,
         tuple(built),
@@ -128,7 +141,33 @@ def flatten_model(
         {name: pieces[name] for name, entry in entries.items() if name in pieces and entry.trained},
         {name: pieces[name] for name, e in entries.items() if name in pieces and not e.trained},
         {name: entry.parameter for name, entry in settled.items()},
+        coded,
     )
+
+
+def _coded_groups(
+    parameters: Sequence[ModelParameter], buckets: Sequence[Bucket], axes: DataAxes
+) -> tuple[CodedGroup, ...]:
+    """Encode parameters, by the ranks that hold parts of them, in one order everywhere."""
+    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[ModelParameter]] = {}
+    for entry in parameters:
+        if entry.codec is not None and axes.data(entry.key).size > 1:
+            ranks = (entry.key.data_axes, axes.cut_weights(entry.placement.weight))
+            groups.setdefault(ranks, []).append(entry)
+    found = []
+    for (_, cut), entries in groups.items():
+        names = {entry.name for entry in entries}
+        held = [
+            (bucket.weights.kept, bucket.weights.coded)
+            for bucket in buckets
+            if bucket.weights.coded is not None and bucket.members[0].name in names
+        ]
+        comms = (axes.data(entries[0].key), *(axes.over(axis) for axis in cut))
+        found.append(CodedGroup(tuple(entry.name for entry in entries), comms, held))
+    with torch.no_grad():
+        for group in found:
+            group.encode()
+    return tuple(found)
 
 
 def _holders(

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from trainwright.collectives import Communicator
 from trainwright.sharding.data.axes import DataAxes
 from trainwright.sharding.data.buckets import Bucket, KeptPiece
+from trainwright.sharding.data.coded import CodedPart, CodedWeights
 from trainwright.sharding.data.gradients import FlatGradients
 from trainwright.sharding.data.layout import BucketLayout, GroupKey, ParameterRange
 from trainwright.sharding.data.members import Member
@@ -94,7 +96,29 @@ def _make_weights(
         kept = travelling([data], part_numel, full.dtype, device).copy_(kept)
     kept_masters = masters[mine].clone() if separate else kept
     comm = axes.gathers(key) if is_cut else data
-    return FlatWeights(full, kept, kept_masters, comm, is_cut)
+    coded = None
+    if is_cut and key.is_coded:
+        coded = _make_codes(plan, entries, data, kept)
+    return FlatWeights(full, kept, kept_masters, comm, is_cut, coded)
+
+
+def _make_codes(
+    plan: BucketLayout,
+    entries: Mapping[str, ModelParameter],
+    data: Communicator,
+    kept: torch.Tensor,
+) -> CodedWeights:
+    numel = kept.numel()
+    at = data.rank * numel
+    parts = []
+    for part in plan.parameters:
+        codec = entries[part.name].codec
+        assert codec is not None, "parameters of a bucket travel alike"
+        start, stop = _place(part, plan)
+        own = slice(*(min(max(edge - at, 0), numel) for edge in (start, stop)))
+        blank = torch.zeros((), device=kept.device)
+        parts.append(CodedPart(part.name, codec, slice(start, stop), own, blank))
+    return CodedWeights(parts, travelling([data], numel, torch.uint8, kept.device).zero_())
 
 
 def _make_gradients(

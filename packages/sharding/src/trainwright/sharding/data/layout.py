@@ -21,6 +21,7 @@ class GroupKey:
         master_dtype: Dtype of gradients and of the weights that the optimizer updates.
         trainable: Whether they have gradients. Others have a place only at stage 3, for their
             weights.
+        is_coded: Whether their weights travel as codes.
     """
 
     reduction_axes: tuple[str, ...]
@@ -28,6 +29,7 @@ class GroupKey:
     weight_dtype: torch.dtype
     master_dtype: torch.dtype
     trainable: bool = True
+    is_coded: bool = False
 
     @property
     def data_axes(self) -> tuple[str, ...]:

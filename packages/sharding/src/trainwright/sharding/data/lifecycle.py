@@ -233,7 +233,8 @@ class DataParallel:
 
         Communicates:
             Stages 1 and 2: one all-gather a bucket over the data axes, (N-1)/N of its weights'
-            bytes.
+            bytes. Weights that travel as codes: one all-reduce of 4 bytes a parameter over the
+            ranks that hold parts of it.
         """
         self._check_publishable()
         self._publication.check_updates()
@@ -241,6 +242,7 @@ class DataParallel:
         with torch.no_grad():
             for bucket in self._flat.all_buckets:
                 bucket.weights.start_publishing()
+            self._flat.encode()
             for bucket in self._flat.all_buckets:
                 bucket.weights.finish_publishing()
         self._publication.note()
@@ -253,6 +255,9 @@ class DataParallel:
 
         Raises:
             LifecycleError: Gradients are in flight, or a parameter was replaced or converted.
+
+        Communicates:
+            Weights that travel as codes: as `publish`.
         """
         if self._reducer.in_flight:
             raise LifecycleError(
@@ -275,6 +280,7 @@ class DataParallel:
         with torch.no_grad():
             for bucket in whole:
                 bucket.weights.load_masters()
+            self._flat.encode()
         self._publication.note()
 
     def _check_publishable(self) -> None:

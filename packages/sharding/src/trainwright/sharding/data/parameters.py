@@ -17,6 +17,7 @@ from trainwright.sharding.data.policy import WEIGHT_DTYPES, ShardPolicy
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.mesh import Mesh
 from trainwright.sharding.placement import ParameterPlacement, placements_of, shard_spec
+from trainwright.sharding.protocol import WeightCodec
 
 Owner = tuple[nn.Module, str]
 """A module and the attribute under which it holds a parameter."""
@@ -34,6 +35,7 @@ class ModelParameter:
         spec: This rank's elements of the global tensor, uncut by data parallelism.
         weight_dtype: Dtype that the module's weights are to have.
         master_dtype: Dtype that gradients and the optimizer's weights are to have.
+        codec: How its weights travel; None: as they are.
     """
 
     name: str
@@ -43,6 +45,7 @@ class ModelParameter:
     spec: ShardSpec
     weight_dtype: torch.dtype
     master_dtype: torch.dtype
+    codec: WeightCodec | None = None
 
     @property
     def trained(self) -> bool:
@@ -58,6 +61,7 @@ class ModelParameter:
             self.weight_dtype,
             self.master_dtype if self.trained else self.weight_dtype,
             self.trained,
+            self.codec is not None,
         )
 
 
@@ -96,6 +100,7 @@ def collect_parameters(
                 policy.master_dtype_of(parameter.dtype, weight_dtype)
                 if parameter.requires_grad
                 else weight_dtype,
+                _choose_codec(name, parameter, policy),
             )
         )
     _check_devices(found)
@@ -164,6 +169,16 @@ def _choose_dtype(name: str, parameter: nn.Parameter, policy: ShardPolicy) -> to
             f"{', '.join(map(str, WEIGHT_DTYPES))}"
         )
     return dtype
+
+
+def _choose_codec(name: str, parameter: nn.Parameter, policy: ShardPolicy) -> WeightCodec | None:
+    codec = None if policy.weight_codec is None else policy.weight_codec(name, parameter)
+    if codec is not None and not parameter.is_floating_point():
+        raise ShardingError(
+            f"weight_codec gave {codec} for {name}, which is {parameter.dtype}; codes are of "
+            "floating-point weights, give None"
+        )
+    return codec
 
 
 def _check_devices(found: list[ModelParameter]) -> None:

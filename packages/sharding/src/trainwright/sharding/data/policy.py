@@ -11,6 +11,7 @@ from torch import nn
 
 from trainwright.sharding.data.units import UnitRule
 from trainwright.sharding.errors import ShardingError
+from trainwright.sharding.protocol import WeightCodec
 
 MASTER_DTYPES = (torch.float32, torch.float64)
 WEIGHT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -48,6 +49,10 @@ class ShardPolicy:
         reduce_each_backward: Stages 2 and 3: reduce after every backward into the range that a
             rank keeps, for a reduction a backward. Between backwards gradients then take 1/N.
             False reduces once a step.
+        weight_codec: Stage 3: gives what a parameter's weights travel by from its name and the
+            parameter, None for those that travel as they are. The module then computes with what
+            was decoded; masters, and what a rank keeps, stay exact. Where there is nobody to
+            gather from, weights stay as they are.
 
     Raises:
         ShardingError: A value is out of range, or two contradict each other.
@@ -65,6 +70,7 @@ class ShardPolicy:
     release_after_forward: bool = True
     live_units: int = 2
     reduce_each_backward: bool = False
+    weight_codec: Callable[[str, nn.Parameter], WeightCodec | None] | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -82,6 +88,11 @@ class ShardPolicy:
             raise ShardingError(
                 f"reduce_dtype must be None or one of {', '.join(map(str, WEIGHT_DTYPES))}, "
                 f"got {self.reduce_dtype}"
+            )
+        if self.weight_codec is not None and self.stage < 3:
+            raise ShardingError(
+                f"weight_codec has no effect at stage {self.stage}, where weights stay whole; "
+                "leave it out, or choose stage 3"
             )
         self._check_accumulation()
         if self.live_units < 1:

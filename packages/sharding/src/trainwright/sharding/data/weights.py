@@ -6,6 +6,7 @@ import attrs
 import torch
 
 from trainwright.collectives import Communicator, Work
+from trainwright.sharding.data.coded import CodedWeights
 from trainwright.sharding.data.policy import WEIGHT_DTYPES
 
 
@@ -21,6 +22,7 @@ class FlatWeights:
         is_cut: Whether ``full`` has memory only between gathering and releasing (stage 3). It is
             always the same storage, resized, so that what autograd saved of it is right again
             after the next gathering.
+        coded: The codes that travel in place of the weights; None: the weights themselves do.
     """
 
     full: torch.Tensor
@@ -28,6 +30,7 @@ class FlatWeights:
     masters: torch.Tensor
     comm: Communicator
     is_cut: bool
+    coded: CodedWeights | None = None
     is_whole: bool = True
     _work: Work | None = None
 
@@ -46,6 +49,10 @@ class FlatWeights:
         if self.is_whole or self._work is not None:
             return
         self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+        if self.coded is not None:
+            arriving = self.coded.arriving(self.full.numel())
+            self._work = self.comm.all_gather(arriving, self.coded.codes)
+            return
         self._work = self.comm.all_gather(_sendable(self.full), _sendable(self.kept))
 
     def finish_gathering(self) -> None:
@@ -54,6 +61,9 @@ class FlatWeights:
             work = self._work
             self._work = None
             work.wait()
+            if self.coded is not None:
+                with torch.no_grad():
+                    self.coded.decode_into(self.full)
             self.is_whole = True
 
     def release(self) -> None:
@@ -75,7 +85,18 @@ class FlatWeights:
         self.finish_gathering()
 
     def load_masters(self) -> None:
-        """Make this rank's range and its masters equal to the module's whole weights."""
+        """Make this rank's range and its masters equal to the module's whole weights.
+
+        What was decoded and not changed since leaves them alone: it is less than they are.
+        """
+        if self.coded is not None:
+            start = self.comm.rank * self.kept.numel()
+            own = self.full[start : start + self.kept.numel()]
+            changed = self.coded.changed(own)
+            torch.where(changed, own, self.kept, out=self.kept)
+            if self.separate_masters:
+                torch.where(changed, own.to(self.masters), self.masters, out=self.masters)
+            return
         if self.is_cut:
             start = self.comm.rank * self.kept.numel()
             self.kept.copy_(self.full[start : start + self.kept.numel()])
