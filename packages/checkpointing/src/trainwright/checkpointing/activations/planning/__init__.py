@@ -6,6 +6,7 @@ Nothing here imports torch, except `profile`, which measures costs.
 from .chain import plan_chain
 from .choices import Choice, Compress, Offload, Partial
 from .costs import ChainCosts, Costs, LayerCost, OperatorCost, OperatorCosts
+from .operators import plan_operators
 from .plan import (
     ChainPlan,
     Claims,
@@ -17,6 +18,7 @@ from .plan import (
     Region,
     layers_of,
 )
+from .planner import plan
 from .presets import (
     every_plan,
     keep_all_plan,
@@ -54,8 +56,10 @@ __all__ = [
     "every_plan",
     "keep_all_plan",
     "layers_of",
+    "plan",
     "plan_chain",
     "plan_from_json",
+    "plan_operators",
     "plan_to_json",
     "recompute_all_plan",
     "recursive_plan",
