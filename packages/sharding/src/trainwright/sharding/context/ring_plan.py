@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 
@@ -17,8 +17,8 @@ from trainwright.sharding.context.spans import (
 from trainwright.sharding.context.time_order import Range, count, size
 from trainwright.sharding.tensor.cuts import Ranges
 
-_PIECES = 16
-_LEAST = 512
+_PIECES = 8
+_LEAST = 1024
 
 
 @attrs.frozen
@@ -64,7 +64,7 @@ class RingPlan:
         *,
         causal: bool,
         documents: Documents | None = None,
-        piece: int | None = None,
+        pieces: int | None = None,
     ) -> RingPlan:
         """Return the plan of a rank.
 
@@ -74,14 +74,12 @@ class RingPlan:
             rank: The rank.
             causal: Whether a position sees none after itself.
             documents: Which positions see each other at all; None: all.
-            piece: How many keys of another rank are worked on at once, the same on all ranks; None:
-                a sixteenth of what a rank has, at least 512.
+            pieces: In how many the keys of another rank are worked on, the same number on all
+                ranks; None: in eight, or fewer where they would have less than 1024 keys.
         """
         ranks = len(keys)
-        longest = max(map(count, keys))
-        most = max(_LEAST, -(-longest // _PIECES)) if piece is None else piece
-        edges = range(0, longest, most)
-
+        if pieces is None:
+            pieces = min(_PIECES, -(-max(map(count, keys)) // _LEAST))
         asking = [segments_of(ranges, documents) for ranges in queries]
         asked = [segments_of(ranges, documents) for ranges in keys]
 
@@ -91,12 +89,9 @@ class RingPlan:
         steps = [RingStep(rank, None, rank, None, seen(rank, rank))]
         for step in range(1, ranks):
             owner, user = (rank - step) % ranks, (rank + step) % ranks
-            mine, theirs = seen(rank, owner), seen(user, rank)
-            # As many steps on every rank, needed or not: messages of one step must not meet those
-            # of another on the other side.
-            for edge in edges:
-                taken, spans = _piece(mine, edge, edge + most)
-                given, _ = _piece(theirs, edge, edge + most)
+            mine = _pieces(seen(rank, owner), pieces)
+            theirs = _pieces(seen(user, rank), pieces)
+            for (taken, spans), (given, _) in zip(mine, theirs, strict=True):
                 steps.append(RingStep(owner, taken, user, given, spans))
         return cls(tuple(steps))
 
@@ -111,11 +106,21 @@ class RingPlan:
         return sum(size(step.taken) for step in self.steps if step.taken)
 
 
-def _piece(spans: tuple[Span, ...], first: int, last: int) -> tuple[Range | None, tuple[Span, ...]]:
-    """Return which of some keys are seen, and what is seen of them, counted from the first seen."""
-    inside = [part for span in spans for part in within_keys(span, first, last)]
-    seen = hull_of_keys(inside)
-    if seen is None:
-        return None, ()
-    shown = tuple(part for span in inside for part in within_keys(span, *seen))
-    return (first + seen[0], first + seen[1]), shown
+def _pieces(
+    spans: tuple[Span, ...], pieces: int
+) -> Iterator[tuple[Range | None, tuple[Span, ...]]]:
+    """Cut the keys that are seen into so many pieces; yield them and what is seen of each.
+
+    There are as many on every rank, needed or not: a rank that takes little and one that takes much
+    go in step, and messages of one step do not meet those of another on the other side.
+    """
+    first, last = hull_of_keys(spans) or (0, 0)
+    for index in range(pieces):
+        start, stop = (first + (last - first) * at // pieces for at in (index, index + 1))
+        inside = [part for span in spans for part in within_keys(span, start, stop)]
+        seen = hull_of_keys(inside)
+        if seen is None:
+            yield None, ()
+            continue
+        shown = tuple(part for span in inside for part in within_keys(span, *seen))
+        yield (start + seen[0], start + seen[1]), shown
