@@ -72,9 +72,16 @@ SAMPLE = [
     ("dp=2,pp=2", {"microbatches": 3, "schedule": "interleaved-1f1b", "chunks": 3, "zero": 1}),
     (
         "dp=2,tp=2,pp=2",
-        {"microbatches": 4, "schedule": "zb-v", "zero": 3, "model": "tiny-tied"},
+        {
+            "microbatches": 4,
+            "schedule": "zb-v",
+            "zero": 3,
+            "model": "tiny-tied",
+            "recompute": "sqrt",
+            "offload_activations": "cpu",
+        },
     ),
-    ("dp=2,pp=3", {"microbatches": 4, "schedule": "zb-h1", "zero": 2, "recompute": "every-2"}),
+    ("dp=2,pp=3", {"microbatches": 4, "schedule": "zb-h1", "zero": 2, "recompute": "selective"}),
     ("tp=2,pp=2", {"microbatches": 3, "schedule": "dualpipe-v", "sequence_parallel": True}),
     ("tp=3,pp=2", {"microbatches": 3, "sequence_parallel": True, "recompute": "every-2"}),
     (
@@ -91,6 +98,18 @@ SAMPLE = [
         "cp=2,tp=2,pp=2,ep=2",
         {"microbatches": 3, "zero": 3, "sequence_parallel": True, "model": "tiny-moe"},
     ),
+]
+KEPT: list[tuple[str, dict[str, object]]] = [
+    (layout, {"microbatches": 4, "schedule": schedule, "zero": zero, **variant})
+    for schedule in SCHEDULES
+    for zero in (0, 3)
+    for layout, variant in (
+        ("dp=2,pp=2", {"recompute": "full", "offload_activations": "cpu"}),
+        ("dp=2,tp=2,pp=2", {"recompute": "selective", "sequence_parallel": True}),
+        ("dp=2,pp=2", {"recompute": "sqrt", "model": "tiny-tied"}),
+        ("dp=2,pp=2", {"recompute": "budget:300KB"}),
+        ("dp=2,cp=2,pp=2", {"recompute": "selective", "offload_activations": "cpu"}),
+    )
 ]
 EXPERT_PARALLEL: list[tuple[str, dict[str, object]]] = [
     (layout, {"model": "tiny-moe", "zero": zero, **variant})
@@ -340,6 +359,40 @@ def test_one_step_with_experts_at_every_stage_is_the_serial_step(
     layout: str, variant: dict[str, object]
 ) -> None:
     assert_same_steps(settings(layout=layout, dtype="float64", **variant))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "variant"), KEPT)
+def test_one_step_of_every_schedule_whatever_is_kept_is_the_serial_step(
+    layout: str, variant: dict[str, object]
+) -> None:
+    assert_same_steps(settings(layout=layout, dtype="float64", **variant))
+
+
+@pytest.mark.parametrize(
+    ("codec", "error"),
+    # What a codec may change of the largest value of a block, as its package states it: rounding to
+    # 8, 4 and 7 bits.
+    [("bf16", 2**-8), ("fp8", 2**-4), ("int8", 2**-7)],
+)
+def test_with_compressed_activations_losses_are_exact_and_gradients_within_the_codec(
+    codec: str, error: float
+) -> None:
+    config = settings(
+        layout="dp=2,tp=2", dtype="float64", microbatches=2, zero=2, compress_activations=codec
+    )
+    steps = (0, 20)
+    serial = serial_steps("float64", GROUPED)
+
+    outcomes = steps_in_layout(config, GROUPED, [serial[step][0] for step in steps])
+
+    for step, outcome in zip(steps, outcomes, strict=True):
+        expected = serial[step][1]
+        assert math.isclose(outcome.loss, expected.loss, rel_tol=1e-12)
+        errors = [outcome.gradients[n] - g for n, g in expected.gradients.items()]
+        whole = torch.nn.utils.get_total_norm(list(expected.gradients.values()))
+        apart = float(torch.nn.utils.get_total_norm(errors) / whole)
+        assert 1e-12 < apart <= error / 2
 
 
 @pytest.mark.long

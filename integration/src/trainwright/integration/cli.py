@@ -20,6 +20,7 @@ from trainwright.checkpointing import CheckpointingError
 from trainwright.collectives import CollectiveError, Communicator
 from trainwright.integration import checkpoint_command, launch, worker
 from trainwright.integration.config import (
+    CODECS,
     CONTEXTS,
     DTYPES,
     GATHERS,
@@ -103,7 +104,9 @@ def parser() -> argparse.ArgumentParser:
     add("--zero", type=int, help=f"sharded data parallelism, one of {ZERO_STAGES} (default 0)")
     add("--gather", help=f"when stage 3 gathers weights: {', '.join(GATHERS)} (default auto)")
     add("--reduce", help=f"when gradients are reduced: {', '.join(REDUCTIONS)} (default step)")
-    add("--recompute", help="none, full or every-K layers (default none)")
+    add("--recompute", help="none, full, every-K, sqrt, selective or budget:BYTES (default none)")
+    add("--offload-activations", help="cpu, or a folder, until backward needs them")
+    add("--compress-activations", help=f"one of {', '.join(CODECS)}, until backward needs them")
     add("--async-save", action=either, help="go on while a checkpoint is being written")
     add("--out", help="run folder (default runs/DATE-TIME)")
     add("--resume", metavar="DIR", help="continue the run in this folder")

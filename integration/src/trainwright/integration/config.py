@@ -21,6 +21,7 @@ SCHEDULES = tuple(name for name in GENERATORS if name != "forward-only")
 ZERO_STAGES = (0, 1, 2, 3)
 GATHERS = ("auto", "step", "action", "unit")
 REDUCTIONS = ("step", "microbatch")
+CODECS = ("int8", "fp8", "bf16")
 CONTEXTS = ("ring", "ulysses", "gathered")
 
 
@@ -56,7 +57,12 @@ class RunConfig:
         schedule: pipeline schedule.
         chunks: stages of the pipeline that each of its ranks holds; None for as many as the
             schedule has, 2 where any number works.
-        recompute: ``none``, ``full`` or ``every-K`` layers.
+        recompute: ``none``, ``full``, ``every-K`` layers, ``sqrt``, ``selective`` (all but matrix
+            products) or ``budget:BYTES`` a microbatch and stage.
+        offload_activations: where what backward needs waits: ``cpu``, or a folder that exists; None
+            leaves it where it is.
+        compress_activations: codec of what backward needs; None leaves it as it is. Gradients are
+            then those of rounded activations.
         save_every: steps between checkpoints; 0 saves at the end only.
         keep: checkpoints of the run that stay, the last ones; None for all.
         keep_every: steps whose checkpoints stay beside the last; None for no others.
@@ -91,6 +97,10 @@ class RunConfig:
     schedule: str = attrs.field(default="1f1b", validator=one_of(SCHEDULES))
     chunks: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
     recompute: str = "none"
+    offload_activations: str | None = None
+    compress_activations: str | None = attrs.field(
+        default=None, validator=attrs.validators.optional(one_of(CODECS))
+    )
     save_every: int = attrs.field(default=0, validator=not_negative)
     keep: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
     keep_every: int | None = attrs.field(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainwright.checkpointing.activations import parse_policy
+from trainwright.checkpointing.activations import parse_keeper, parse_policy
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data.reader import check_batch
 from trainwright.integration.errors import ConfigError
@@ -37,8 +37,12 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
         )
     try:
         parse_policy(config.recompute)
-    except (ValueError, NotImplementedError) as error:
+    except ValueError as error:
         raise ConfigError(f"--recompute {config.recompute}: {error}") from error
+    try:
+        parse_keeper(config.offload_activations, config.compress_activations)
+    except ValueError as error:
+        raise ConfigError(f"--offload-activations {config.offload_activations}: {error}") from error
 
 
 def _check_experts(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:

@@ -6,7 +6,7 @@ import attrs
 import torch
 from torch import nn
 
-from trainwright.checkpointing.activations import parse_policy
+from trainwright.checkpointing.activations import compose, parse_policy
 from trainwright.integration.chunks import Chunks, join, tie
 from trainwright.integration.config import RunConfig
 from trainwright.integration.model import (
@@ -48,12 +48,16 @@ def build_stages(
         sequence = SequenceSharding.keeping_shards(length=part.length)
     attend = attend_causally if config.mesh.cp == 1 else part.attend
     layers = TensorParallelLayers(mesh, sequence, attend)
-    policy = parse_policy(config.recompute, captures=[capture_routing])
+    runner = compose(
+        parse_policy(config.recompute, captures=[capture_routing]),
+        offload=config.offload_activations,
+        compress=config.compress_activations,
+    )
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
     stages = {}
     with torch.device("meta"):
         for number in schedule.stages_of(mesh.coordinate("pp")):
-            stages[number] = build_stage(shape, layers, blocks[number], policy).to(dtype=dtype)
+            stages[number] = build_stage(shape, layers, blocks[number], runner).to(dtype=dtype)
     first, last = 0, schedule.num_stages - 1
     if shape.tied and first < last and {first, last} <= stages.keys():
         tie(stages[first], stages[last])

@@ -11,6 +11,9 @@ import attrs
 
 from trainwright.integration.errors import ConfigError
 
+TEXTS = ("data", "offload_activations", "compress_activations")
+"""Settings that are text or None; others without a default are whole numbers or None."""
+
 
 def positive(_: Any, field: attrs.Attribute[Any], value: float) -> None:
     """Refuse what is not a positive finite number."""
@@ -44,7 +47,7 @@ def check_kind(name: str, value: object, default: object) -> None:
     # The kinds are those of the defaults: text, whole numbers, numbers, or None.
     kinds: tuple[type, ...] = {int: (int,), float: (int, float)}.get(type(default), (str,))
     if default is None:
-        kinds = (str if name == "data" else int, type(None))
+        kinds = (str if name in TEXTS else int, type(None))
     if isinstance(default, bool):
         kinds = (bool,)
     if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
