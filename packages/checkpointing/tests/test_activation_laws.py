@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trainwright.checkpointing.activations import keep_all, recompute_all, recompute_every
+from trainwright.checkpointing.activations import (
+    hold_by,
+    keep_all,
+    offload_to_cpu,
+    parse_policy,
+    recompute_all,
+    recompute_every,
+    recompute_except,
+    recompute_sqrt,
+    selective,
+)
 from trainwright.checkpointing.testing.runners import (
     LAYER_RUNNER_LAWS,
     SampleLayer,
@@ -23,13 +33,18 @@ POLICIES = {
     "full": recompute_all(),
     "every 2": recompute_every(2),
     "every 3 to the end": recompute_every(3, early_stop=False),
-    "all at once": recompute_every(100),
+    "sqrt, verified": recompute_sqrt(verify=True),
+    "selective": selective(),
+    "gelu and norms kept": recompute_except(["gelu", "layer_norm"]),
+    "offloaded": hold_by(keep_all(), offload_to_cpu()),
+    "selective, offloaded": hold_by(selective(), offload_to_cpu()),
+    "budget": parse_policy("budget:1300"),
 }
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @pytest.mark.parametrize("law", LAYER_RUNNER_LAWS, ids=lambda law: law.__name__)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(num_layers=st.integers(1, 5), seed=st.integers(0, 2**31))
 def test_every_policy_obeys_every_law(law, policy, num_layers, seed):
     law(policy, num_layers, seed)

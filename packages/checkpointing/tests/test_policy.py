@@ -3,14 +3,20 @@
 import pytest
 
 from trainwright.checkpointing.activations import (
+    HostMemory,
+    Offload,
+    compose,
+    hold_by,
     keep_all,
     parse_policy,
     recompute_all,
     recompute_every,
     recompute_sqrt,
     selective,
+    within_budget,
 )
-from trainwright.checkpointing.errors import NotAvailableYetError, PolicyError
+from trainwright.checkpointing.errors import PolicyError
+from trainwright.collectives.codec import BlockInt8
 
 
 @pytest.mark.parametrize(
@@ -46,10 +52,58 @@ def test_a_misspelt_name_is_refused_with_the_nearest():
         parse_policy("ful")
 
 
-@pytest.mark.parametrize("text", ["budget:100"])
-def test_planned_policies_say_that_they_are_not_available_yet(text):
-    with pytest.raises(NotAvailableYetError, match="not available yet"):
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("budget:100", 100),
+        ("budget:100B", 100),
+        ("budget:3KB", 3000),
+        ("budget:2MiB", 2 << 20),
+        ("budget:1GiB", 1 << 30),
+    ],
+)
+def test_a_budget_is_a_number_of_bytes_with_or_without_a_unit(text, num_bytes):
+    assert parse_policy(text) == within_budget(num_bytes)
+
+
+@pytest.mark.parametrize("text", ["budget", "budget:", "budget:1.5GiB", "budget:-1", "budget:1Q"])
+def test_a_budget_that_is_no_number_of_bytes_is_refused(text):
+    with pytest.raises(PolicyError, match="budget:BYTES"):
         parse_policy(text)
+
+
+def test_a_budget_of_nothing_is_refused():
+    with pytest.raises(PolicyError, match="at least 1, got 0"):
+        parse_policy("budget:0")
+
+
+def test_offloading_and_compression_compose_with_any_policy(tmp_path):
+    assert compose(selective()) == selective()
+    held = compose(selective(), offload="cpu", compress="int8")
+    assert held.runner == selective()
+    assert held.keeper.codec == BlockInt8()
+    assert isinstance(held.keeper.then.storage, HostMemory)
+    folder = compose(keep_all(), offload=str(tmp_path)).keeper
+    assert folder.storage.folder == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"compress": "int4"}, "int8, fp8 or bf16, got 'int4'"),
+        ({"offload": "/nowhere/at/all"}, "no folder that can be written to"),
+        ({"offload": ""}, "'cpu' or a folder"),
+    ],
+)
+def test_codecs_and_folders_that_there_are_not_are_refused(options, rule):
+    with pytest.raises(PolicyError, match=rule):
+        compose(keep_all(), **options)
+
+
+@pytest.mark.parametrize("keeper", [None, "cpu", Offload, 3])
+def test_only_a_keeper_can_hold_what_a_policy_keeps(keeper):
+    with pytest.raises(PolicyError, match="expected a keeper"):
+        hold_by(keep_all(), keeper)
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, "2", True])

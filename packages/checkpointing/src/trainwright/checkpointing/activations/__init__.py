@@ -10,8 +10,11 @@ from trainwright.checkpointing.errors import (
 from trainwright.checkpointing.protocol import Capture, Held, Keeper, LayerRunner, Reenter
 
 from .ambient import capture_function_modes
+from .apply import apply
+from .budget import WithinBudget, within_budget
 from .compress import CastBFloat16, Compress, codec_named
 from .decisions import decide_once
+from .following import PlannedLayers, default_store, follow
 from .holding import HeldLayers, hold_by, holding
 from .kept_operators import OperatorReport
 from .measure import SavedBytes, measure
@@ -30,6 +33,8 @@ from .policy import (
 )
 from .recompute import Recomputed, recompute
 from .selective import SelectiveRecompute, recompute_except, selective
+from .shards import KeepShards, keep_shards
+from .table import LayerShape, Saved, gpt_layer, input_bytes, llama_layer, saved_bytes
 
 __all__ = [
     "MATRIX_PRODUCTS",
@@ -42,27 +47,39 @@ __all__ = [
     "HeldLayers",
     "HostMemory",
     "KeepAll",
+    "KeepShards",
     "Keeper",
     "LayerRunner",
+    "LayerShape",
     "NotAvailableYetError",
     "Offload",
     "OffloadError",
     "OperatorReport",
+    "PlannedLayers",
     "PolicyError",
     "RecomputeEvery",
     "RecomputeOptions",
     "Recomputed",
     "Reenter",
     "ReplayError",
+    "Saved",
     "SavedBytes",
     "SelectiveRecompute",
+    "WithinBudget",
+    "apply",
     "capture_function_modes",
     "codec_named",
     "compose",
     "decide_once",
+    "default_store",
+    "follow",
+    "gpt_layer",
     "hold_by",
     "holding",
+    "input_bytes",
     "keep_all",
+    "keep_shards",
+    "llama_layer",
     "measure",
     "offload_to_cpu",
     "offload_to_folder",
@@ -73,5 +90,7 @@ __all__ = [
     "recompute_every",
     "recompute_except",
     "recompute_sqrt",
+    "saved_bytes",
     "selective",
+    "within_budget",
 ]

@@ -27,7 +27,7 @@ class Fingerprints:
         save, load = hooks
 
         def pack(tensor: torch.Tensor) -> object:
-            self._of_forward.append(_fingerprint(tensor))
+            self._of_forward.append(fingerprint(tensor) if is_plain(tensor) else None)
             return save(tensor)
 
         return saved_tensors_hooks(pack, load)
@@ -46,27 +46,33 @@ class Fingerprints:
 
         def pack(tensor: torch.Tensor) -> object:
             number, before = next(expected, (-1, None))
-            if before is not None:
-                now = _fingerprint(tensor)
-                if now is None or not torch.equal(now, before):
-                    raise ReplayError(
-                        f"saved tensor {number} of shape {list(tensor.shape)} has other values in "
-                        "the recomputation than in the forward; what it depends on (random numbers "
-                        "of Python, numpy or a hidden generator, a global, a kernel that is not "
-                        "deterministic) is not replayed: capture it, decide_once, or keep the layer"
-                    )
+            if before is not None and not _has(tensor, before):
+                raise ReplayError(
+                    f"saved tensor {number} of shape {list(tensor.shape)} has other values in the "
+                    "recomputation than in the forward; what it depends on (random numbers of "
+                    "Python, numpy or a hidden generator, a global, a kernel that is not "
+                    "deterministic) is not replayed: capture it, decide_once, or keep the layer"
+                )
             return save(tensor)
 
         return saved_tensors_hooks(pack, load)
 
 
-def _fingerprint(tensor: torch.Tensor) -> torch.Tensor | None:
-    if not is_plain(tensor):
-        return None
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return one int64 that depends on every bit of a tensor that `is_plain`, and on its place."""
     with torch.no_grad():
         elements = Strided.of(tensor).take(tensor.detach()).reshape(-1).view(torch.uint8)
-        words = elements[: elements.numel() // 8 * 8].clone().view(torch.int64)
-        places = torch.arange(words.numel(), device=words.device) * 2 + 1
-        rest = elements[words.numel() * 8 :].long()
-        places_of_rest = torch.arange(rest.numel(), device=rest.device) + 1
-        return (words * places).sum() + (rest * places_of_rest).sum()
+        num_words = elements.numel() // 8
+        words = elements[: num_words * 8].clone().view(torch.int64)
+        rest = elements[num_words * 8 :].long()
+        return _weighted(words) + _weighted(rest)
+
+
+def _has(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+    return is_plain(tensor) and torch.equal(fingerprint(tensor), expected)
+
+
+def _weighted(numbers: torch.Tensor) -> torch.Tensor:
+    # Odd weights: a change of any single number changes the sum, whatever wraps around.
+    weights = torch.arange(numbers.numel(), device=numbers.device) * 2 + 1
+    return (numbers * weights).sum()

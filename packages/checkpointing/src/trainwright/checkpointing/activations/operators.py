@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import attrs
 import torch
@@ -77,7 +76,7 @@ def operators_named(given: object) -> Operators:
     if isinstance(packet, OpOverloadPacket):
         if not overload:
             return _of_packet(given, packet)
-        if overload in _overloads(packet):
+        if overload in packet.overloads():  # type: ignore[no-untyped-call]
             return Operators(given, _checked(given, [getattr(packet, overload)]))
     elif name in _FAMILIES and space == "aten" and not overload:
         return Operators(given, _of_family(name))
@@ -106,7 +105,7 @@ def _of_packet(given: str, packet: OpOverloadPacket) -> Operators:
     name = str(packet).removeprefix("aten.")
     if str(packet).startswith("aten.") and name in _FAMILIES:
         return Operators(given, _of_family(name))
-    overloads: list[OpOverload] = [getattr(packet, each) for each in _overloads(packet)]
+    overloads = _overloads(packet)
     running = [each for each in overloads if not _why_never(each)]
     return Operators(given, _checked(given, running or overloads))
 
@@ -117,8 +116,7 @@ def _of_family(name: str) -> frozenset[OpOverload]:
         space, operator, _ = _parts(member)
         packet = getattr(getattr(torch.ops, space), operator, None)
         if isinstance(packet, OpOverloadPacket):
-            each: Callable[[str], Any] = packet.__getattr__
-            found.update(o for o in map(each, _overloads(packet)) if not _why_never(o))
+            found.update(each for each in _overloads(packet) if not _why_never(each))
     return frozenset(found)
 
 
@@ -152,9 +150,20 @@ def _parts(text: str) -> tuple[str, str, str]:
     return "aten", "", ""
 
 
-def _overloads(packet: OpOverloadPacket) -> list[str]:
+def _overloads(packet: OpOverloadPacket) -> list[OpOverload]:
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
-    return names
+    # Some that are listed are not operators of tensors, and cannot run.
+    found = (_overload(packet, name) for name in names)
+    return [each for each in found if each is not None]
+
+
+def _overload(packet: OpOverloadPacket, name: str) -> OpOverload | None:
+    try:
+        overload: OpOverload = getattr(packet, name)
+        _why_never(overload)
+    except (AttributeError, RuntimeError):
+        return None
+    return overload
 
 
 def _nearest(name: str) -> str:

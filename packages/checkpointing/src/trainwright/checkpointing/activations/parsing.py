@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 from typing import Unpack
 
-from trainwright.checkpointing.errors import NotAvailableYetError, PolicyError
+from trainwright.checkpointing.errors import PolicyError
 from trainwright.checkpointing.protocol import Keeper, LayerRunner
 
+from .budget import within_budget
 from .compress import Compress, codec_named
 from .holding import hold_by
 from .offload import offload_to_cpu
@@ -43,8 +44,9 @@ def parse_policy(text: str, **options: Unpack[RecomputeOptions]) -> LayerRunner:
         return recompute_sqrt(**options)
     if text == "selective":
         return selective(**options)
-    if re.fullmatch(r"budget:\d+", text, re.ASCII):
-        raise NotAvailableYetError("recomputation by a budget is not available yet")
+    budget = re.fullmatch(r"budget:(\d{1,15})(?:([KMG]i?)?B)?", text, re.ASCII)
+    if budget:
+        return within_budget(int(budget[1]) * _UNITS[budget[2] or ""], **options)
     near = difflib.get_close_matches(text, _NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise PolicyError(

@@ -12,8 +12,8 @@ from torch import nn
 from trainwright.checkpointing.errors import PolicyError
 from trainwright.checkpointing.protocol import Capture, Keeper
 
+from .reach import Segment
 from .recompute import Recomputed, as_captures
-from .region import Segment
 
 
 class RecomputeOptions(TypedDict, total=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,8 @@ import torch
 from torch import nn
 
 from trainwright.checkpointing.errors import ReplayError
+
+from .reach import reached_from
 
 
 class Randomness:
@@ -77,9 +78,11 @@ def generators_of(function: object, values: Iterable[object]) -> list[torch.Gene
     Those are attributes of its modules, what it closes over or is bound to, and arguments.
     """
     found: dict[int, torch.Generator] = {}
-    for value in (*_held_by(function), *values):
-        if isinstance(value, torch.Generator) and value is not torch.default_generator:
-            found[id(value)] = value
+    for value in (*reached_from(function), *values):
+        held = vars(value).values() if isinstance(value, nn.Module) else ()
+        for each in (value, *held):
+            if isinstance(each, torch.Generator) and each is not torch.default_generator:
+                found[id(each)] = each
     return list(found.values())
 
 
@@ -102,23 +105,3 @@ def _global(device: torch.device) -> _Source:
         functools.partial(module.get_rng_state, device),
         functools.partial(module.set_rng_state, device=device),
     )
-
-
-def _held_by(function: object) -> Iterator[object]:
-    if isinstance(function, nn.Module):
-        for module in function.modules():
-            yield from vars(module).values()
-        return
-    if isinstance(function, functools.partial):
-        yield from function.args
-        yield from function.keywords.values()
-        yield from _held_by(function.func)
-        return
-    layers = getattr(function, "layers", None)
-    if isinstance(layers, tuple):
-        for layer in layers:
-            yield from _held_by(layer)
-    yield getattr(function, "__self__", None)
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # not assigned yet
-            yield cell.cell_contents

@@ -22,6 +22,7 @@ from .fingerprints import Fingerprints
 from .kept_operators import KeptOperators
 from .measure import counting, tracker
 from .randomness import Randomness, generators_of
+from .reach import Segment, reached_from
 
 
 @attrs.frozen(eq=False)
@@ -129,39 +130,20 @@ class Region:
                 )
 
 
-@attrs.frozen(eq=False)
-class Segment:
-    """Layers that are recomputed together, called one after the other.
-
-    Args:
-        layers: In the order in which they run.
-        first: The number of the first one, for messages.
-    """
-
-    layers: tuple[nn.Module, ...]
-    first: int
-
-    def __call__(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the last layer."""
-        for layer in self.layers:
-            hidden = layer(hidden, *args, **kwargs)
-        return hidden
-
-
 def _modules(function: object) -> Sequence[tuple[str, nn.Module]]:
+    """Return the modules that a function makes use of, none of them within another, by name."""
     if isinstance(function, nn.Module):
         return [("", function)]
     if isinstance(function, Segment):
         numbered = enumerate(function.layers, function.first)
         return [(str(number), layer) for number, layer in numbered if isinstance(layer, nn.Module)]
-    return []
+    found = [each for each in reached_from(function) if isinstance(each, nn.Module)]
+    inner = {id(each) for module in found for each in module.modules() if each is not module}
+    return [(type(each).__name__, each) for each in found if id(each) not in inner]
 
 
 def _parameters(function: object) -> list[tuple[str, torch.Tensor]]:
     found: list[tuple[str, torch.Tensor]] = []
     for prefix, module in _modules(function):
         found += module.named_parameters(prefix=prefix)
-    if not found:
-        others = getattr(function, "named_parameters", None)
-        found += others() if callable(others) else []
     return found

@@ -16,7 +16,7 @@ from trainwright.checkpointing.protocol import Keeper
 from .kept_operators import KeptOperators, OperatorReport
 from .operators import MATRIX_PRODUCTS, Operators, named, operators_named, short_name
 from .policy import RecomputeEvery, RecomputeOptions, recompute_all, recomputed
-from .region import Segment
+from .reach import Segment
 
 
 @attrs.frozen
