@@ -15,7 +15,7 @@ FAULTS_OF_SCHEDULES = (
     Fault(
         "a rank's stages have each other's layers",
         f"{INTEGRATION}/sharded.py",
-        "build_stage(shape, layers, blocks[number], policy)",
+        "build_stage(shape, layers, blocks[number], runner)",
         "build_stage(shape, layers, blocks[number ^ 2 if number ^ 2 < len(blocks) else number], "
         "policy)",
         IN_LOOPS,
