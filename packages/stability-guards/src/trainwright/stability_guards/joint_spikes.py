@@ -11,6 +11,8 @@ from trainwright.stability_guards.protocol import Report, State, Verdict
 from trainwright.stability_guards.running import count_of, median_of, no_values, with_value
 from trainwright.stability_guards.spikes import score_of
 
+_CROSSED = 0.25  # weight of two scores that are a step apart
+
 
 @attrs.frozen
 class JointSpikeGuard:
@@ -18,8 +20,8 @@ class JointSpikeGuard:
 
     Scores are those of `SpikeGuard`. Under noise with Student's t tails of 3 degrees of freedom a
     score has the chance of its cube's inverse, and two that do not depend on each other that of
-    their product's: so the product is the evidence. One signal alone counts where no such noise
-    would bring it in a run.
+    their product's: so the product is the evidence, a quarter of it where the two are a step apart.
+    One signal alone counts where no such noise would bring it in a run.
 
     Args:
         evidence: product of both scores from which the step is a spike.
@@ -31,8 +33,8 @@ class JointSpikeGuard:
         verdict: what it says.
     """
 
-    evidence: float = attrs.field(default=200.0, validator=positive)
-    least_score: float = attrs.field(default=6.0, kw_only=True, validator=positive)
+    evidence: float = attrs.field(default=150.0, validator=positive)
+    least_score: float = attrs.field(default=5.0, kw_only=True, validator=positive)
     least_norm_ratio: float = attrs.field(default=2.5, kw_only=True, validator=positive)
     alone: float = attrs.field(default=400.0, kw_only=True, validator=positive)
     window: int = attrs.field(default=128, kw_only=True, validator=whole(4))
@@ -54,8 +56,9 @@ class JointSpikeGuard:
         loss, loss_score = self._taken(state["loss"], report, "loss", 1.0)
         norm, norm_score = self._taken(state["norm"], report, "norm", self.least_norm_ratio)
         loss_before, norm_before = state["scores"]
-        # One of them may be a step late, but this step must show something.
-        evidence = max(loss_score * norm_score, loss_score * norm_before, loss_before * norm_score)
+        # One of them may be a step late, but that is twice as many chances for noise to pair.
+        crossed = max(loss_score * norm_before, loss_before * norm_score)
+        evidence = max(loss_score * norm_score, _CROSSED * crossed)
         alone = max(loss_score, norm_score)
         after = {
             "loss": loss,

@@ -1,4 +1,4 @@
-"""Laws that guards and schedules keep, and strategies to draw what they see."""
+"""Laws that guards, schedules, snapshots and journals keep, and strategies to draw inputs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import copy
 import json
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 from hypothesis import strategies as st
 
 from trainwright.stability_guards.guards import any_of, never
+from trainwright.stability_guards.journal import Intervention, Journal
+from trainwright.stability_guards.positions import Positions
 from trainwright.stability_guards.protocol import Guard, Report, Verdict
+from trainwright.stability_guards.recovery_plan import BatchSource
 from trainwright.stability_guards.schedules import WarmupSchedule
+from trainwright.stability_guards.snapshots import Snapshot
 
 GuardLaw = Callable[[Guard, Sequence[Report]], None]
 
@@ -39,6 +44,12 @@ def warmup_lengths() -> st.SearchStrategy[tuple[int, int]]:
     """Draw (warmup_steps, total_steps), the degenerate ones too."""
     pairs = st.tuples(st.integers(0, 20), st.integers(0, 40))
     return pairs.map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+def positions(most: int = 40) -> st.SearchStrategy[Positions]:
+    """Draw sets of data positions, of spans that may touch, overlap or be empty."""
+    spans = st.tuples(st.integers(0, most), st.integers(0, 6)).map(lambda p: (p[0], p[0] + p[1]))
+    return st.lists(spans, max_size=6).map(Positions)
 
 
 def verdicts_of(guard: Guard, history: Sequence[Report]) -> list[Verdict]:
@@ -133,3 +144,60 @@ SCHEDULE_LAWS: tuple[Callable[[WarmupSchedule], None], ...] = (
     law_a_schedule_rises_and_then_falls,
 )
 """Call each with a schedule whose peak is positive."""
+
+
+def law_a_snapshot_puts_everything_back(
+    snapshot: Snapshot, change: Callable[[], object], read: Callable[[], Any]
+) -> None:
+    """Whatever changes after ``take``, ``restore`` brings back, twice, and forgets later ones.
+
+    Args:
+        snapshot: without snapshots of steps from 3.
+        change: changes the state that it keeps.
+        read: returns that state as values that compare, not as live objects.
+    """
+    before = read()
+    snapshot.take(3)
+    after = []
+    for _ in range(2):
+        change()
+        after.append(read())
+        snapshot.take(4)
+        snapshot.restore(3)
+        assert read() == before
+        assert max(snapshot.steps) == 3
+    assert after[0] == after[1]
+
+
+def law_a_source_yields_in_order_what_is_not_left_out(
+    source: BatchSource, read: Callable[[], object], start: int, left_out: Positions
+) -> None:
+    """After ``seek`` batches hold the next positions that are not left out, each once, in order.
+
+    Args:
+        source: the reader.
+        read: reads a batch of it.
+        start: where to begin.
+        left_out: what to leave out.
+    """
+    source.seek(start, left_out)
+    at = start
+    for _ in range(4):
+        read()
+        expected, at = left_out.draw(at, source.last.count)
+        assert source.last == expected
+        assert source.last
+        # A reader may stand before or behind what is left out; nothing else lies between.
+        low, high = sorted((at, source.position))
+        assert all(position in left_out for position in range(low, high))
+
+
+def law_a_journal_keeps_what_was_appended(
+    reopen: Callable[[], Journal], entries: Sequence[Intervention]
+) -> None:
+    """Whatever ``append`` has returned for is there, in order, also when it is opened again."""
+    for count, entry in enumerate(entries, start=1):
+        journal = reopen()
+        journal.append(entry)
+        assert journal.entries == tuple(entries[:count])
+        assert reopen().entries == tuple(entries[:count])

@@ -41,7 +41,7 @@ class DivergenceGuard:
     rise: float = attrs.field(default=0.05, validator=positive)
     jump: float = attrs.field(default=0.3, validator=positive)
     trend: float = attrs.field(default=0.01, kw_only=True, validator=positive)
-    noise: float = attrs.field(default=1.5, kw_only=True, validator=positive)
+    noise: float = attrs.field(default=0.5, kw_only=True, validator=positive)
     block: int = attrs.field(default=40, kw_only=True, validator=whole(4))
     signal: str = attrs.field(default="loss", kw_only=True)
     verdict: Verdict = attrs.field(default=Verdict.ROLLBACK, kw_only=True, converter=Verdict)
@@ -80,7 +80,9 @@ class DivergenceGuard:
     def _goes_on(self, state: dict[str, object], level: float, unit: float) -> bool:
         least, since, anchor = state["least"], state["since"], state["anchor"]
         assert isinstance(least, float)
-        if level <= least + self.rise * unit:
+        # Half way down, so that noise about the line does not begin the watch again and again.
+        line = self.rise if since is None else 0.5 * self.rise
+        if level <= least + line * unit:
             state["since"] = state["anchor"] = None
             return False
         age = since + 1 if isinstance(since, int) else 0

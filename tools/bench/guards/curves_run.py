@@ -1,0 +1,76 @@
+"""Guards over made-up runs: how often they cry without need, and how long they take."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+
+from trainwright.stability_guards import (
+    DivergenceGuard,
+    Guard,
+    JointSpikeGuard,
+    NonFiniteGuard,
+    StallGuard,
+    State,
+    Verdict,
+    any_of,
+)
+from trainwright.stability_guards.curves import Curve, Fault, healthy, with_fault
+
+EVIDENCE = (50.0, 100.0, 150.0, 200.0, 300.0, 500.0, 1000.0)
+NOISE = (0.25, 0.5, 1.0, 2.0)
+ALLOWED = {Fault.NON_FINITE: 0, Fault.SPIKE: 2, Fault.DIVERGENCE: 200}
+HORIZON = 50_000
+LEAD, TAIL = 400, 600  # steps before the earliest onset of a fault, and after it
+
+
+@attrs.frozen
+class Calls:
+    """Steps at which each guard spoke in one run, and what the joint guard had at each step."""
+
+    spikes: dict[float, list[int]]
+    divergence: dict[float, list[int]]
+    others: list[int]
+
+
+def listen(curve: Curve, stop: int | None = None) -> Calls:
+    """Run every guard, at every setting of its dial, over the first ``stop`` steps."""
+    joint = JointSpikeGuard()
+    spoken: State = joint.initial()
+    guards: dict[float, Guard] = {noise: DivergenceGuard(noise=noise) for noise in NOISE}
+    states = {noise: guard.initial() for noise, guard in guards.items()}
+    others = any_of(NonFiniteGuard(), StallGuard())
+    other_state = others.initial()
+    calls = Calls({e: [] for e in EVIDENCE}, {n: [] for n in NOISE}, [])
+    for report in curve.reports():
+        if report.step == stop:
+            break
+        spoken, verdict = joint.update(spoken, report)
+        # The statistics take in every step, so one pass serves every setting of the dial.
+        alone = verdict is not Verdict.CONTINUE and spoken["evidence"] < joint.evidence
+        for evidence, steps in calls.spikes.items():
+            if alone or spoken["evidence"] >= evidence:
+                steps.append(report.step)
+        for noise, guard in guards.items():
+            states[noise], verdict = guard.update(states[noise], report)
+            if verdict is not Verdict.CONTINUE:
+                calls.divergence[noise].append(report.step)
+        other_state, verdict = others.update(other_state, report)
+        if verdict is not Verdict.CONTINUE:
+            calls.others.append(report.step)
+    return calls
+
+
+def faulty(fault: Fault, seed: int) -> Curve:
+    """Return a run of up to 5,000 steps in which ``fault`` begins at a drawn step."""
+    onset = LEAD + int(np.random.default_rng([7, seed]).integers(4000))
+    return with_fault(healthy(5000 + seed, onset + TAIL, horizon=HORIZON), fault, onset, seed)
+
+
+def delay(steps: list[int], curve: Curve) -> float:
+    """Return the steps from the one at which the fault is evident to the first call after onset.
+
+    Negative where it was seen before; infinite where it never was.
+    """
+    after = [step for step in steps if step >= curve.onset]
+    return float(after[0] - curve.evident) if after else float("inf")
