@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
 
@@ -104,22 +106,24 @@ def pytest(session: nox.Session, kind: str, *arguments: str) -> None:
     session.run(*command, "-q", "-c", "pyproject.toml", *arguments, env=threads())
 
 
+def long_tests(session: nox.Session, expression: str, *paths: str) -> None:
+    """Run the tests that an expression of markers chooses, with every project installed."""
+    with ready(session, *PROJECTS):
+        pytest(session, "long", "-m", expression, *paths, *session.posargs)
+
+
 def threads() -> dict[str, str]:
     """Return the environment of tests and runs: one thread a rank, for ranks share the cores."""
     return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-class Timer:
-    """Notes how long a session took."""
-
-    def __init__(self, session: nox.Session) -> None:
-        self.name = session.name
-
-    def __enter__(self) -> None:
-        self.began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        SECONDS.append((self.name, time.perf_counter() - self.began))
+@contextlib.contextmanager
+def ready(session: nox.Session, *projects: Path) -> Iterator[None]:
+    """Prepare a session, and note how long it took with all that is done in it."""
+    began = time.perf_counter()
+    prepare(session, *projects)
+    yield
+    SECONDS.append((session.name, time.perf_counter() - began))
 
 
 @atexit.register
