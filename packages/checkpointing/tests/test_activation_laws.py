@@ -118,7 +118,9 @@ def _train_placed(comm, policy):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_rank_threads_recompute_placed_dropout_and_collectives_bitwise(world):
     plain = LocalWorld(world).run(_train_placed, keep_all())
-    for policy in (recompute_all(), recompute_every(2)):
+    policies = [recompute_all(), recompute_every(2), parse_policy("budget:100KB"), selective()]
+    policies += [hold_by(selective(), offload_to_cpu()), hold_by(keep_all(), offload_to_cpu())]
+    for policy in policies:
         recomputed = LocalWorld(world).run(_train_placed, policy)
         for expected, found in zip(plain, recomputed, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

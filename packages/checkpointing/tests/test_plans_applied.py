@@ -23,9 +23,21 @@ from trainwright.checkpointing.activations import (
 )
 from trainwright.checkpointing.activations.planning.chain import plan_chain
 from trainwright.checkpointing.activations.planning.choices import Compress, Offload, Partial
-from trainwright.checkpointing.activations.planning.costs import ChainCosts, LayerCost
-from trainwright.checkpointing.activations.planning.plan import ChainPlan, Kept, Region
+from trainwright.checkpointing.activations.planning.costs import (
+    ChainCosts,
+    LayerCost,
+    OperatorCosts,
+)
+from trainwright.checkpointing.activations.planning.operators import plan_operators
+from trainwright.checkpointing.activations.planning.plan import (
+    ChainPlan,
+    Kept,
+    OperatorDecision,
+    OperatorPlan,
+    Region,
+)
 from trainwright.checkpointing.activations.planning.presets import recursive_plan
+from trainwright.checkpointing.activations.planning.profile_operators import profile_operators
 from trainwright.checkpointing.activations.planning.simulate import simulate_chain
 from trainwright.checkpointing.errors import (
     InfeasibleBudgetError,
@@ -251,6 +263,54 @@ def test_a_policy_within_a_budget_measures_once_then_plans_and_holds_the_budget(
 def test_a_budget_that_no_plan_holds_is_an_error_that_names_the_smallest():
     with pytest.raises(InfeasibleBudgetError, match="smallest budget that can be met"):
         parse_policy("budget:1KB")(uniform(3), torch.randn(ROWS, 16, requires_grad=True))
+
+
+class Mixed(nn.Module):
+    """Products, activations, a norm, and dropout in place."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.norm = nn.LayerNorm(16)
+            self.up = nn.Linear(16, 32)
+            self.down = nn.Linear(32, 16)
+
+    def forward(self, x):
+        y = nn.functional.gelu(self.up(self.norm(x)).sin())
+        y = nn.functional.dropout(y.exp(), 0.3)
+        return x + self.down(y).relu_()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 1.0])
+def test_plans_of_operators_are_bitwise_and_hold_what_they_say(share, offload):
+    module = Mixed()
+    x = torch.randn(ROWS, 16)
+    with torch.random.fork_rng(devices=[]):
+        costs = profile_operators(module, (x.clone().requires_grad_(),), {}, 1)
+    if offload:
+        costs = OperatorCosts(costs.operators, [Offload("cpu", 1e9, 1e9)])
+    everything = sum(operator.output_bytes for operator in costs.operators if operator.needed)
+    try:
+        plan = plan_operators(costs, int(share * everything))
+    except InfeasibleBudgetError as error:
+        plan = plan_operators(costs, error.smallest_budget_bytes)
+
+    call = apply(module, plan)
+    found, held, _ = step(call, module, x)
+
+    assert equal(found, step(module, module, x)[0])
+    assert held <= x.numel() * 4 + plan.claims.peak_bytes
+
+
+def test_a_plan_of_operators_for_another_function_is_an_error():
+    plan = OperatorPlan([OperatorDecision("mm.0", "keep"), OperatorDecision("gelu.0", "keep")])
+    call = apply(lambda x: (x @ torch.eye(16)).exp(), plan)
+    with pytest.raises(PlanError, match=r"gelu.*did not run"):
+        call(torch.ones(2, 16, requires_grad=True))
+    with pytest.raises(PlanError, match="a module or a function"):
+        apply([nn.Linear(2, 2)], plan)
 
 
 def _keep_inputs_as_shards(comm, shape, dtype, differ):

@@ -135,6 +135,30 @@ def test_policies_hand_captures_to_every_layer():
     assert records == [("plain", 1, "fp8")] * 4
 
 
+def test_flags_that_change_what_kernels_compute_are_those_of_the_forward_in_the_recomputation():
+    flags = []
+
+    def noting(x):
+        flags.append(
+            (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
+        )
+        return (x * 2).square()
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        y = recompute(noting)(torch.ones(2, requires_grad=True))
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_float32_matmul_precision(before[1])
+    y.sum().backward()
+
+    assert flags == [(True, "high")] * 2
+    after = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    assert after == before
+
+
 class CountingMode(TorchFunctionMode):
     """Doubles every sine and counts them."""
 

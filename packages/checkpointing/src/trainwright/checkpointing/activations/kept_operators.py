@@ -25,6 +25,9 @@ from .holding import Holding, current_holding
 from .measure import tracker
 from .operators import is_random, short_name
 
+# What is about to be written has nothing in it that is worth a copy.
+_UNWRITTEN = ("empty.memory_format", "empty_like", "empty_strided", "new_empty")
+
 
 class OperatorRule(Protocol):
     """Says of which operators the results are kept, and how."""
@@ -95,10 +98,15 @@ class KeptOperators:
         changing = {t.untyped_storage()._cdata for t in tensors if t.layout == torch.strided}
         if not changing:
             return
-        for entry in self._entries.values():
-            for result in tree_leaves(entry.held):
-                if isinstance(result, _Result):
-                    result.copy_if_in(changing)
+        for key, entry in list(self._entries.items()):
+            results = [each for each in tree_leaves(entry.held) if isinstance(each, _Result)]
+            if not any(each.is_in(changing) for each in results):
+                continue
+            if short_name(key[0]) in _UNWRITTEN:
+                del self._entries[key]
+                continue
+            for each in results:
+                each.copy_if_in(changing)
 
     def entry(self, operator: OpOverload, number: int, arguments: Any) -> _Entry | None:
         """Return what was kept of the ``number``-th run of an operator; None: run it.
@@ -153,9 +161,12 @@ class _Result:
         if alias.layout == torch.strided:
             self._origin = weakref.ref(alias.untyped_storage())
 
-    def copy_if_in(self, changing: set[int]) -> None:
+    def is_in(self, changing: set[int]) -> bool:
         origin = None if self._origin is None else self._origin()
-        if origin is None or origin._cdata not in changing:
+        return origin is not None and origin._cdata in changing
+
+    def copy_if_in(self, changing: set[int]) -> None:
+        if not self.is_in(changing):
             return
         self._is_changed_later = True
         self._origin = None

@@ -29,7 +29,8 @@ class Recomputed:
 
     When the backward needs an activation, ``function`` runs again on the same arguments, under the
     ambient state of its first run: autocast, ``with torch.device``, every `contextvars.ContextVar`,
-    active `TorchFunctionMode`s, and what ``captures`` say. Tensors may be in any argument, also
+    active `TorchFunctionMode`s, the flags of determinism and of float32 products, and what
+    ``captures`` say. Tensors may be in any argument, also
     within dictionaries, lists, dataclasses; containers are seen as they were at the first run.
 
     Args:

@@ -14,7 +14,7 @@ from torch import nn
 from trainwright.checkpointing.errors import ReplayError
 from trainwright.checkpointing.protocol import Capture, Reenter
 
-from .ambient import capture_function_modes
+from .ambient import capture_function_modes, capture_numerics
 from .arguments import Build
 from .buffers import Buffers
 from .decisions import Decisions
@@ -79,7 +79,8 @@ class Region:
         self, tensors: tuple[torch.Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         options = self._options
-        self._reenters = [capture() for capture in (capture_function_modes, *options.captures)]
+        captures = (capture_function_modes, capture_numerics, *options.captures)
+        self._reenters = [capture() for capture in captures]
         self._versions = [
             (name, parameter, parameter._version)
             for name, parameter in _parameters(self._function)
