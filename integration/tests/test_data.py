@@ -17,6 +17,7 @@ from trainwright.integration.errors import ConfigError, DataError
 from trainwright.integration.feed import Feed
 from trainwright.integration.sequence_part import SequencePart
 from trainwright.sharding.context import ContextLayout
+from trainwright.stability_guards import Positions
 
 STREAM = (np.arange(1000) % 251).astype(np.uint8)
 
@@ -217,12 +218,31 @@ def test_the_feed_reports_the_position_of_batches_handed_out_and_the_global_toke
             divisors.append(float(feed.next_batch().divisor))
             positions.append(feed.state_dict()["consumed"])
         feed.load_state_dict({"consumed": 8})
-        return positions, divisors, feed.next_batch().part.first
+        return positions, divisors, feed.next_batch().part.positions
 
     for positions, divisors, first in LocalWorld(2).run(work):
         assert positions == [0, 8, 16, 24]
         assert divisors == [56.0, 56.0, 56.0]
-        assert first == 8
+        assert first == Positions([(8, 16)])
+
+
+def test_what_is_left_out_is_read_by_no_data_rank_and_the_rest_in_the_same_order() -> None:
+    def work(comm):
+        reader = Reader(STREAM, 7, 4, data_rank=comm.rank, data_size=comm.size)
+        whole = SequencePart(ContextLayout("zigzag", 7, 1), SingleCommunicator())
+        feed = Feed(reader, comm, whole)
+        feed.next_batch()
+        feed.seek(4, Positions([(5, 8), (9, 10)]))
+        batch = feed.next_batch()
+        return batch.part.tokens_MBS.flatten(0, 1), feed.last, feed.position
+
+    parts, lasts, positions = zip(*LocalWorld(2).run(work), strict=True)
+
+    plain = Reader(STREAM, 7, 1)
+    right = [torch.from_numpy(plain.sample(k)[:-1].astype("int64")) for k in (4, 8, 10, 11)]
+    assert torch.equal(torch.cat(parts), torch.stack(right))
+    assert set(lasts) == {Positions([(4, 5), (8, 9), (10, 12)])}
+    assert set(positions) == {12}
 
 
 def test_evaluation_sequences_are_spread_over_the_stream_and_never_repeat() -> None:

@@ -12,6 +12,7 @@ import torch
 from trainwright.collectives import Communicator, Work
 from trainwright.integration.data import Batch, Reader
 from trainwright.integration.sequence_part import SequencePart
+from trainwright.stability_guards import Positions
 
 
 @attrs.frozen(eq=False)
@@ -44,7 +45,8 @@ class Feed:
 
     Labels are shifted in whole sequences; only then does each context rank take its positions.
 
-    The position it reports is that of the batches handed out, not of those read ahead.
+    The position it reports is that of the batches handed out, not of those read ahead. It is the
+    `BatchSource` that a recovery goes back with.
 
     Communicates: one int64 all-reduce of one element a step over ``data``.
     """
@@ -55,13 +57,14 @@ class Feed:
         self._part = part
         self._positions_S = part.positions()
         self._ahead: tuple[Batch, torch.Tensor, Work] | None = None
-        self._position = reader.state_dict()
+        self._position = reader.consumed
+        self._last = Positions()
 
     def next_batch(self) -> GlobalBatch:
         """Return the next batch and start on the one after it."""
         batch, count, work = self._ahead or self._start()
         work.wait()
-        self._position = {"consumed": batch.first + self._reader.global_batch}
+        self._position, self._last = batch.end, batch.positions
         self._ahead = self._start()
         return GlobalBatch(
             part=batch,
@@ -72,17 +75,32 @@ class Feed:
             divisor=count[0].to(torch.float64),
         )
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position after the last batch handed out."""
-        return dict(self._position)
+    @property
+    def position(self) -> int:
+        """Position after the last batch handed out, in the run's sample order."""
+        return self._position
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the batches that ``state`` counts; every rank calls it together."""
+    @property
+    def last(self) -> Positions:
+        """Positions of the last batch handed out, of all data ranks."""
+        return self._last
+
+    def seek(self, position: int, left_out: Positions) -> None:
+        """Read on from ``position``, never any of ``left_out``; every rank calls it together."""
         if self._ahead is not None:
             self._ahead[2].wait()
             self._ahead = None
-        self._reader.load_state_dict(state)
-        self._position = self._reader.state_dict()
+        self._reader.left_out = left_out
+        self._reader.load_state_dict({"consumed": position})
+        self._position = position
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position after the last batch handed out."""
+        return {"consumed": self._position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue after the batches that ``state`` counts; every rank calls it together."""
+        self.seek(int(state["consumed"]), self._reader.left_out)
 
     def _start(self) -> tuple[Batch, torch.Tensor, Work]:
         whole = self._reader.next_batch()

@@ -12,6 +12,7 @@ import torch
 
 from trainwright.collectives import random
 from trainwright.integration.errors import ConfigError, DataError
+from trainwright.stability_guards import Positions
 
 IGNORE = -100
 """Label of a position that does not count."""
@@ -24,12 +25,14 @@ class Batch:
     Args:
         tokens_MBS: int64, the inputs of each microbatch.
         labels_MBS: int64, the following token, shifted here once and for all.
-        first: position of the global batch's first sample in the run's sample order.
+        positions: those of all samples of the global batch in the run's sample order.
+        end: position at which reading goes on after it.
     """
 
     tokens_MBS: torch.Tensor
     labels_MBS: torch.Tensor
-    first: int
+    positions: Positions
+    end: int
 
     @property
     def valid_tokens(self) -> int:
@@ -42,7 +45,7 @@ class Reader:
 
     The stream is cut into non-overlapping sequences; each epoch is a permutation of them drawn from
     (seed, epoch). Sample ``k`` of the run is thus the same in every layout, and the position, the
-    number of samples consumed, is the whole state.
+    number of samples read or left out, is the whole state.
 
     Args:
         stream: uint8 [n].
@@ -88,21 +91,23 @@ class Reader:
         self.data_size = data_size
         self.device = torch.device(device)
         self.consumed = 0
+        self.left_out = Positions()
         self._order: tuple[int, np.ndarray] | None = None
 
     def next_batch(self) -> Batch:
         """Return this rank's part of the next global batch and move the position past it."""
         share = self.global_batch // self.data_size
-        first = self.consumed
-        mine = range(first + self.data_rank * share, first + (self.data_rank + 1) * share)
-        rows = np.stack([self._sample(index) for index in mine])
-        self.consumed += self.global_batch
+        positions, self.consumed = self.left_out.draw(self.consumed, self.global_batch)
+        drawn = [index for start, stop in positions.spans for index in range(start, stop)]
+        mine = drawn[self.data_rank * share : (self.data_rank + 1) * share]
+        rows = np.stack([self.sample(index) for index in mine])
         sequences = torch.from_numpy(rows.astype(np.int64)).to(self.device)
         sequences = sequences.view(self.microbatches, -1, self.sequence_length + 1)
         return Batch(
             tokens_MBS=sequences[..., :-1].contiguous(),
             labels_MBS=sequences[..., 1:].contiguous(),
-            first=first,
+            positions=positions,
+            end=self.consumed,
         )
 
     def state_dict(self) -> dict[str, int]:
@@ -113,7 +118,12 @@ class Reader:
         """Continue at the position of ``state``."""
         self.consumed = int(state["consumed"])
 
-    def _sample(self, index: int) -> np.ndarray:
+    def sample(self, index: int) -> np.ndarray:
+        """Return the sequence at a position of the run's sample order, and the byte after it.
+
+        Returns:
+            uint8 [S + 1].
+        """
         epoch, place = divmod(index, self.num_sequences)
         if self._order is None or self._order[0] != epoch:
             key = random.Key(self.seed, "data order", epoch)
