@@ -61,7 +61,7 @@ def _held(parts: Parts) -> dict[str, torch.Tensor]:
         state[name] = piece.parameter.detach().clone()
         for moment, tensor in parts.optimizer.state[piece.parameter].items():
             state[f"{name} {moment}"] = tensor.clone()
-    return state
+    return {**state, **_scales(parts)}
 
 
 def _go_on(parts: Parts, progress: Progress, steps: int) -> list[StepRecord]:
@@ -82,7 +82,7 @@ def _assert_equal(found: Mapping[str, torch.Tensor], right: Mapping[str, torch.T
 @settings(max_examples=5)
 @given(
     shared=st.sampled_from(LAYOUTS),
-    dtype=st.sampled_from(["float32", "bfloat16", "float64"]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float64", "float16", "fp8-delayed"]),
     tied=st.booleans(),
     stop=st.integers(0, STEPS),
     asynchronous=st.booleans(),
@@ -113,8 +113,64 @@ def test_a_run_stopped_after_any_step_in_any_layout_goes_on_bit_for_bit(
 
         assert made == right
         _assert_equal(_held(second), _held(whole))
+        assert second.scaler.state_dict()["scale"] == whole.scaler.state_dict()["scale"]
 
     LocalWorld(config.mesh.world_size).run(work)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "before", "after"),
+    [
+        ("float16", {"layout": "dp=2", "zero": 1}, {"layout": "pp=2"}),
+        ("fp8-delayed", {"layout": "pp=2", "schedule": "zb-v"}, {"layout": "dp=2", "zero": 3}),
+    ],
+)
+def test_scales_go_on_where_they_were_in_another_layout(
+    dtype: str, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    files = CrashingFiles()
+
+    def begin(comm: Communicator) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        parts = assemble(_config(dtype=dtype, **before), comm, CORPUS, SHAPE)
+        progress = parts.start()
+        parts.scaler.load_state_dict({**parts.scaler.state_dict(), **OVERFLOWING[dtype]})
+        records = _go_on(parts, progress, STEPS)
+        assert (0 < progress.skipped < STEPS) == (dtype == "float16")
+        assert [record.lr > 0 for record in records].count(False) == progress.skipped
+        _save(parts, progress, files)
+        return parts.scaler.state_dict(), _scales(parts)
+
+    def go_on(comm: Communicator) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        parts = assemble(_config(dtype=dtype, **after), comm, CORPUS, SHAPE)
+        restored = restore_state(_store(parts, files), parts)
+        assert restored is not None
+        assert all(state.num_steps == STEPS for state in parts.scales.states)
+        return parts.scaler.state_dict(), _scales(parts)
+
+    saved, found = LocalWorld(2).run(begin), LocalWorld(2).run(go_on)
+
+    for state, _ in [*saved, *found]:
+        assert state == saved[0][0]
+    whole = {name: scale for _, scales in saved for name, scale in scales.items()}
+    assert len(whole) == (2 * 3 * 7 * SHAPE.layers if dtype == "fp8-delayed" else 0)
+    for _, scales in found:
+        for name, scale in scales.items():
+            assert torch.equal(scale, whole[name]), name
+
+
+OVERFLOWING: dict[str, dict[str, Any]] = {
+    "float16": {"scale": 2.0**22, "_growth_tracker": 7},
+    "fp8-delayed": {},
+}
+"""What of a scaler's state makes the first steps overflow."""
+
+
+def _scales(parts: Parts) -> dict[str, torch.Tensor]:
+    return {
+        f"{name} {leaf}": held.tensor
+        for name, leaves in parts.scales.tree().items()
+        for leaf, held in leaves.items()
+    }
 
 
 def test_learning_rates_after_a_stop_at_any_update_are_those_of_a_run_never_stopped() -> None:

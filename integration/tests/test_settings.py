@@ -101,6 +101,36 @@ def test_an_option_of_sharding_without_effect_is_refused(changes: dict[str, obje
         check_fits(config.shape, config.mesh, config)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dtype": "fp8-mx", "model": "tiny-moe"}, ["experts", "bfloat16 works"]),
+        ({"dtype": "fp8-mx", "layout": "cp=2"}, ["cp=2", "fp8-row"]),
+        (
+            {"dtype": "fp8-block", "layout": "tp=2"},
+            ["128 features of queries", "at 64", "block of 128", "fp8-row"],
+        ),
+    ],
+)
+def test_fp8_blocks_that_ranks_would_share_and_experts_are_refused(
+    changes: dict[str, object], words: list[str]
+) -> None:
+    config = RunConfig(**changes)
+    with pytest.raises(ConfigError) as caught:
+        check_fits(config.shape, config.mesh, config)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [("fp8-mx", "tp=3"), ("fp8-block", "dp=2,pp=2"), ("fp8-row", "tp=4"), ("fp8-delayed", "cp=2")],
+)
+def test_fp8_products_fit_where_every_rank_has_whole_blocks(dtype: str, layout: str) -> None:
+    config = RunConfig(dtype=dtype, layout=layout)
+    check_fits(config.shape, config.mesh, config)
+
+
 def test_an_unknown_setting_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean global_batch"):
         RunConfig.from_mapping({"global_bach": 3})

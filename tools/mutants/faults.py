@@ -145,8 +145,8 @@ FAULTS_OF_THE_WHOLE = (
     Fault(
         "clipping uses twice the norm",
         f"{INTEGRATION}/recipe.py",
-        "totals.norm, parts.clip)",
-        "totals.norm * 2, parts.clip)",
+        "totals.norm), parts.clip)",
+        "totals.norm * 2), parts.clip)",
     ),
     Fault(
         "weight decay pulls at flat pieces of norms",

@@ -25,6 +25,7 @@ from trainwright.integration.config import (
     DTYPES,
     GATHERS,
     REDUCTIONS,
+    SCALED,
     SCHEDULES,
     ZERO_STAGES,
     RunConfig,
@@ -34,6 +35,7 @@ from trainwright.integration.fitting import check_fits
 from trainwright.integration.model import PRESETS
 from trainwright.integration.preparing import prepare, prepared_by_first
 from trainwright.integration.run_folder import RunFolder
+from trainwright.precision import LossScaleError
 from trainwright.stability_guards import HaltError
 
 TRANSPORTS = ("auto", "gloo", "shm", "threads")
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainwrightError as error:
         sys.stderr.write(f"trainwright: {error}\n")
         return 2
-    except (CheckpointingError, CollectiveError, HaltError) as error:
+    except (CheckpointingError, CollectiveError, HaltError, LossScaleError) as error:
         # What the libraries say of a run that cannot go on is meant for people; of a rank that
         # stops because another failed, the other one tells the story.
         sys.stderr.write(f"trainwright: {error}\n")
@@ -96,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
         default = getattr(defaults, name)
         shown = "" if default is None else f" (default {default})"
         add("--" + name.replace("_", "-"), type=kind, help=text + shown)
-    add("--dtype", help=f"one of {', '.join(DTYPES)} (default {defaults.dtype})")
+    add("--dtype", help=f"{', '.join(DTYPES)} (default {defaults.dtype})")
     add("--schedule", help=f"one of {', '.join(SCHEDULES)} (default {defaults.schedule})")
     either = argparse.BooleanOptionalAction
     add("--sequence-parallel", action=either, help="cut positions between products over tp")
@@ -204,7 +206,16 @@ def settle(options: argparse.Namespace) -> tuple[RunConfig, str, bool]:
                 f"--{name.replace('_', '-')} {given[name]} differs from the run's "
                 f"{getattr(stored, name)}; the position in the data would mean another place"
             )
+    _check_same_scaling(stored.dtype, given.get("dtype", stored.dtype))
     return attrs.evolve(stored, **given), resume, True
+
+
+def _check_same_scaling(stored: str, wanted: str) -> None:
+    if stored != wanted and {stored, wanted} & set(SCALED):
+        raise ConfigError(
+            f"--dtype {wanted} differs from the run's {stored}: checkpoints of {', '.join(SCALED)} "
+            "hold scales that others lack; any change among the other dtypes works"
+        )
 
 
 def worker_arguments(config: RunConfig, out: str, resume: bool, as_json: bool) -> list[str]:

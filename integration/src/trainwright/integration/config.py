@@ -14,9 +14,12 @@ from trainwright.integration.errors import ConfigError
 from trainwright.integration.model import ModelShape, preset
 from trainwright.integration.values import check_kind, not_negative, one_of, positive
 from trainwright.pipeline_schedules import GENERATORS
+from trainwright.precision import PRESETS
 from trainwright.sharding import MeshShape
 
-DTYPES = ("float32", "float64", "bfloat16")
+DTYPES = tuple(PRESETS)
+SCALED = ("float16", "fp8-delayed")
+"""Those dtypes whose runs keep scales from step to step."""
 SCHEDULES = tuple(name for name in GENERATORS if name != "forward-only")
 ZERO_STAGES = (0, 1, 2, 3)
 GATHERS = ("auto", "step", "action", "unit")
@@ -35,7 +38,8 @@ class RunConfig:
         data: a text file or a folder of them; None means the standard library's source files.
         steps: updates to make (a resumed run counts from its beginning).
         seed: decides initial weights and sample order.
-        dtype: of weights and compute; master weights and moments are at least float32.
+        dtype: of weights and compute; master weights and moments are at least float32. With
+            ``float16`` losses are scaled, with ``fp8-…`` layers multiply FP8 operands in bfloat16.
         microbatches: microbatches a data rank makes of its share of a global batch.
         global_batch: sequences a step over all data ranks.
         sequence_length: tokens a sequence.

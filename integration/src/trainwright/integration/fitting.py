@@ -6,6 +6,7 @@ from trainwright.checkpointing.activations import parse_keeper, parse_policy
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data.reader import check_batch
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.float8_fitting import check_float8
 from trainwright.integration.model import ModelShape
 from trainwright.pipeline_schedules import GENERATORS
 from trainwright.sharding import MeshShape
@@ -25,6 +26,7 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
                 f"--layout {config.layout}: tp={mesh.tp} ranks cannot share {name}={size} of model "
                 f"{config.model}; tp up to {size} works"
             )
+    check_float8(shape, mesh, config)
     _check_sequence(mesh, config)
     _check_pipeline(shape, mesh, config)
     check_batch(config.global_batch, mesh.dp, config.microbatches)

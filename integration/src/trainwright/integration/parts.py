@@ -16,6 +16,7 @@ from trainwright.integration.data import Corpus
 from trainwright.integration.feed import Feed
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.model import ModelShape
+from trainwright.integration.numerics import ProductScales, choose_scaler, give_float8
 from trainwright.integration.sharded import build_stages, gathers_stages, shard_model
 from trainwright.integration.stateful import Stateful
 from trainwright.integration.stepping import (
@@ -25,6 +26,7 @@ from trainwright.integration.stepping import (
     make_schedule,
 )
 from trainwright.pipeline_schedules.execute import PipelineExecutor
+from trainwright.precision import LossScaler
 from trainwright.sharding import Mesh
 from trainwright.stability_guards import Guard, NonFiniteGuard, warmup_cosine
 
@@ -56,6 +58,8 @@ class Parts:
     Args:
         counts_tokens: 1.0 on the rank of the last stage, whose token counts enter the global sums,
             else 0.0: earlier stages see the same tokens.
+        scaler: what the losses are multiplied by before the backward pass.
+        scales: of the FP8 products.
         own: what else of yours is in checkpoints, by name: a schedule, a loss scaler; with the same
             state on every rank.
         generators: random generators of yours in checkpoints, of which each rank has its own.
@@ -70,6 +74,8 @@ class Parts:
     guard: Guard
     feed: Feed
     counts_tokens: float
+    scaler: LossScaler
+    scales: ProductScales
     own: Mapping[str, Stateful] = attrs.field(factory=dict)
     generators: Mapping[str, torch.Generator] = attrs.field(factory=dict)
 
@@ -124,7 +130,9 @@ def assemble(
     check_fits(shape, config.mesh, config)
     mesh = Mesh(world, config.mesh)
     schedule = make_schedule(config)
-    model = shard_model(config, shape, mesh, build_stages(config, shape, mesh, schedule))
+    stages = build_stages(config, shape, mesh, schedule)
+    scales = give_float8(config, mesh, stages.values())
+    model = shard_model(config, shape, mesh, stages)
     return Parts(
         config=config,
         mesh=mesh,
@@ -137,4 +145,6 @@ def assemble(
         guard=NonFiniteGuard(),
         feed=build_feed(config, mesh, corpus),
         counts_tokens=1.0 if schedule.num_stages - 1 in model.stages else 0.0,
+        scaler=choose_scaler(config, model.pieces),
+        scales=scales,
     )

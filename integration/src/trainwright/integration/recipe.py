@@ -43,24 +43,30 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
 
     Raises:
         HaltError: the guard stopped the run; every rank raises it at the same step.
+        LossScaleError: gradients overflow at any loss scale; every rank raises it.
 
-    Communicates: the pipeline's boundary tensors, the reduction of each gradient bucket, and one
-    float64 all-reduce over the world with norm, loss and token count.
+    Communicates: the pipeline's boundary tensors, the reduction of each gradient bucket, one
+    float64 all-reduce over the world with norm, loss and token count, and what `ProductScales`
+    says.
     """
     while progress.step < parts.steps:
         started = time.perf_counter()
         batch = parts.feed.next_batch()
-        result = parts.executor.step(batch.inputs, divisor=batch.divisor)
+        scale = parts.scaler.get_scale()
+        result = parts.executor.step(batch.inputs, divisor=batch.divisor, loss_scale=scale)
         parts.model.wait()
+        parts.scales.end_step()
         totals = one_norm(
             parts.mesh,
             parts.model.pieces.values(),
             loss_sum=result.loss_sum,
             tokens=batch.tokens * parts.counts_tokens,
         )
-        report = report_from_totals(progress.step, totals)
+        report = report_from_totals(progress.step, totals, loss_scale=scale)
+        parts.scaler.unscale_(parts.optimizer, non_finite=totals.non_finite)
         progress.guard_state, verdict = parts.guard.update(progress.guard_state, report)
         lr = _OUTCOMES[verdict](parts, progress, totals)
+        parts.scaler.update()
         parts.model.zero_grad()
         progress.step += 1
         record = StepRecord(
@@ -80,10 +86,11 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
     lr = parts.learning_rate(progress.updates)
     pieces = parts.model.pieces.values()
     gradients = [grad for piece in pieces if (grad := piece.parameter.grad) is not None]
-    clip_(gradients, totals.norm, parts.clip)
+    clip_(gradients, parts.scaler.unscaled(totals.norm), parts.clip)
     for group in parts.optimizer.param_groups:
         group["lr"] = lr
-    parts.optimizer.step()
+    if not parts.scaler.step(parts.optimizer):
+        return _skip(parts, progress, totals)
     parts.model.publish()
     progress.updates += 1
     return lr

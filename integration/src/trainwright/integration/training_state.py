@@ -61,6 +61,8 @@ def restore_state(store: StateStore, parts: Parts) -> Progress | None:
         parts.optimizer.state[piece.parameter]["step"].fill_(float(run["updates"]))
     parts.model.publish()
     parts.feed.load_state_dict(tree["data"])
+    parts.scales.restore(tree["float8"], run["step"])
+    parts.scaler.load_state_dict(tree["loss_scaler"])
     for name, each in parts.own.items():
         each.load_state_dict(tree["own"][name])
     return Progress(**run)
@@ -83,6 +85,8 @@ def state_tree(parts: Parts, progress: Progress) -> dict[str, Any]:
         },
         "data": parts.feed.state_dict(),
         "run": attrs.asdict(progress, recurse=False),
+        "float8": parts.scales.tree(),
+        "loss_scaler": parts.scaler.state_dict(),
         "own": {name: each.state_dict() for name, each in parts.own.items()},
         GENERATORS: _generators(parts).tree() if parts.generators else {},
     }

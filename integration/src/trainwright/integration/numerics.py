@@ -1,0 +1,105 @@
+"""The number formats of a run: what scales its losses, and which products take FP8 operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from trainwright.checkpointing.state import Sharded
+from trainwright.collectives import Communicator, ShardSpec
+from trainwright.integration.config import RunConfig
+from trainwright.integration.model import DecoderStage
+from trainwright.precision import DynamicLossScaler, LossScaler, UnitLossScaler, policy
+from trainwright.precision.float8 import Float8State, Scope, convert_linears
+from trainwright.sharding import Mesh
+from trainwright.sharding.data import Piece
+
+FLOAT8_LAYERS = ("model.layers.*",)
+"""Embedding and head stay in the dtype of the run: they bear fewer bits badly."""
+
+SAME_SCALES = ("dp", "cp", "tp")
+"""The axes along which ranks have the same layers, or other parts of them."""
+
+
+def choose_scaler(config: RunConfig, pieces: Mapping[str, Piece]) -> LossScaler:
+    """Return what scales the losses: only float16 has too few exponents to do without.
+
+    It has no communicator: it is told how many elements of the whole gradient are not finite.
+    """
+    if policy(config.dtype).compute is not torch.float16:
+        return UnitLossScaler()
+    return DynamicLossScaler(named_parameters=[(n, p.parameter) for n, p in pieces.items()])
+
+
+@attrs.frozen(eq=False)
+class ProductScales:
+    """What the FP8 products of this rank's stages remember; empty where no product is FP8.
+
+    Args:
+        states: one a stage.
+        ranks: those that have the same stages.
+    """
+
+    states: tuple[Float8State, ...]
+    ranks: Communicator
+
+    def end_step(self) -> None:
+        """Agree on the scales of the next step, after the last backward of this one.
+
+        What is not finite teaches nothing; the norm counts it.
+
+        Communicates: with delayed scaling one all-reduce of 12 bytes a layer for each stage.
+        """
+        for state in self.states:
+            state.end_step(self.ranks)
+
+    def tree(self) -> dict[str, dict[str, Sharded]]:
+        """Return histories and scales by matrix, for a checkpoint."""
+        return {
+            name: {
+                "history": _whole(f"{name} history", history),
+                "scale": _whole(f"{name} scale", scales[name]),
+            }
+            for state in self.states
+            for scales in (state.scales(),)
+            for name, history in state.histories().items()
+        }
+
+    def restore(self, tree: Mapping[str, Mapping[str, Any]], num_steps: int) -> None:
+        """Go on from a loaded `tree`, after so many steps."""
+        for state in self.states:
+            names = list(state.histories())
+            state.load_state_dict(
+                {
+                    "num_steps": num_steps,
+                    "history": {name: tree[name]["history"].tensor for name in names},
+                    "scale": {name: tree[name]["scale"].tensor for name in names},
+                }
+            )
+
+
+def give_float8(config: RunConfig, mesh: Mesh, stages: Iterable[DecoderStage]) -> ProductScales:
+    """Give the products of the layers FP8 operands, if the settings say so.
+
+    A largest magnitude is that of a whole sequence's tensor: over the ranks that share features,
+    which layers say themselves, and over those that share positions.
+    """
+    recipe = policy(config.dtype).recipe
+    ranks = mesh.communicator(*SAME_SCALES)
+    if recipe is None:
+        return ProductScales((), ranks)
+    scope = Scope(tokens=mesh.communicator("cp"))
+    return ProductScales(
+        tuple(
+            convert_linears(stage, recipe, FLOAT8_LAYERS, keep_ends=False, scope=scope)
+            for stage in stages
+        ),
+        ranks,
+    )
+
+
+def _whole(name: str, tensor: torch.Tensor) -> Sharded:
+    return Sharded(tensor, ShardSpec.full(name, tensor.shape, SAME_SCALES))
