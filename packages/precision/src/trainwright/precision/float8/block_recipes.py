@@ -150,7 +150,7 @@ def _check_parts(
             if edge is None:
                 continue
             what, size = f"parts that meet at {edge}", ranges.size // parts
-        step = block * parts
+        step = block * parts * (binding.cut.row_runs if along is Along.ROWS else 1)
         below = size // block * step
         fitting = f"{below} or {below + step}" if below else f"{step}"
         raise PrecisionError(

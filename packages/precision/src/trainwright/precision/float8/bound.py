@@ -61,6 +61,18 @@ class Float8Products:
         """
         self.recipe.check(self.binding(Role.WEIGHT), torch.Size(shape), BOTH)
 
+    def check_tokens(self, shape: torch.Size) -> None:
+        """Refuse an input whose weight gradient would have other blocks than on one rank.
+
+        Args:
+            shape: of the input, [..., I].
+
+        Raises:
+            PrecisionError: a run of tokens ends within a block.
+        """
+        run = torch.Size((self.scope.run_of(shape), *shape[-1:]))
+        self.recipe.check(self.binding(Role.INPUT), run, (Along.ROWS,))
+
     def require_step(self, num_steps: int) -> None:
         """Refuse a backward in another step than its forward's.
 
@@ -123,7 +135,7 @@ class Float8Products:
         matrix_MI = as_matrix(input)
         if kept is not None:
             if weight.requires_grad:
-                self.recipe.check(self.binding(Role.INPUT), matrix_MI.shape, BOTH)
+                self.check_tokens(input.shape)
             kept["num_steps"] = self.num_steps
         first = self._operand(matrix_MI, Role.INPUT, Along.COLUMNS, records, kept)
         second = self._operand(weight, Role.WEIGHT, Along.COLUMNS, records, kept)

@@ -120,6 +120,8 @@ class _Float8Product(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> torch.Tensor:
         needs_input, needs_weight = ctx.needs_input_grad[:2]
+        if needs_weight:
+            bound.check_tokens(input.shape)
         matrix_MI = as_matrix(input)
         of_input = bound.measure(matrix_MI, Role.INPUT, _wanted(needs_weight), records)
         of_weight = bound.measure(weight, Role.WEIGHT, _wanted(needs_input), records)

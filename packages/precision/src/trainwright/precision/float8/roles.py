@@ -54,12 +54,14 @@ class Cut:
         columns: ranks that have other columns.
         row_ranges: which of them; None: equal parts.
         column_ranges: as ``row_ranges``.
+        row_runs: how many runs of neighbouring rows a rank has.
     """
 
     rows: tuple[Communicator, ...] = ()
     columns: tuple[Communicator, ...] = ()
     row_ranges: Ranges | None = None
     column_ranges: Ranges | None = None
+    row_runs: int = 1
 
     def of(self, along: Along) -> tuple[Communicator, ...]:
         """Return the ranks over which this dim is cut."""
@@ -82,6 +84,11 @@ def _as_ranks(given: Communicator | Sequence[Communicator] | None) -> tuple[Comm
     return tuple(comm for comm in found if isinstance(comm, Communicator) and comm.size > 1)
 
 
+def _check_runs(_: object, attribute: attrs.Attribute[int], value: int) -> None:
+    if type(value) is not int or value < 1:
+        raise PrecisionError(f"{attribute.name} is a number of runs, at least 1, got {value!r}")
+
+
 @attrs.frozen(eq=False)
 class Scope:
     """Over which ranks the three dims of a linear layer are cut; whatever is not named is whole.
@@ -90,12 +97,16 @@ class Scope:
     the maximum over these ranks. Each dim takes one communicator, several, or None.
 
     Args:
-        tokens: those that hold other tokens of the same sequences: cp, and sp where the layer is
-            given a part. Not dp: another microbatch is another tensor.
+        tokens: those that hold other tokens of the same sequences, equally many: cp, and sp where
+            the layer is given a part. Not dp: another microbatch is another tensor.
         in_features: tp of a layer that is cut by its inputs.
         out_features: tp of a layer that is cut by its outputs.
         in_ranges: which inputs each of those ranks has; None: equal parts, or blocks do not matter.
         out_ranges: as ``in_ranges``.
+        token_dim: the dim of an input that is cut over ``tokens``: -2 of [B, S, I], 0 of [S, B, I].
+            It matters where blocks lie along tokens.
+        token_runs: how many runs of neighbouring tokens a rank has of a sequence, equally long: 2
+            where context parallelism gives each an early and a late one.
     """
 
     tokens: tuple[Communicator, ...] = attrs.field(default=(), converter=_as_ranks)
@@ -103,19 +114,28 @@ class Scope:
     out_features: tuple[Communicator, ...] = attrs.field(default=(), converter=_as_ranks)
     in_ranges: Ranges | None = None
     out_ranges: Ranges | None = None
+    token_dim: int = -2
+    token_runs: int = attrs.field(default=1, validator=_check_runs)
 
     @property
     def num_ranks(self) -> int:
         """Ranks that hold parts of one logical layer and its tokens."""
         return num_parts(self.tokens + self.in_features + self.out_features)
 
+    def run_of(self, shape: torch.Size) -> int:
+        """Return how many neighbouring tokens of the whole a rank has, given an input's shape."""
+        if not -len(shape) <= self.token_dim < len(shape):
+            return 1
+        run = math.prod(shape[self.token_dim : -1])
+        return run // self.token_runs if run % self.token_runs == 0 else 1
+
     def cut(self, role: Role) -> Cut:
         """Return how the matrix in this role is cut."""
         if role is Role.INPUT:
-            return Cut(self.tokens, self.in_features, None, self.in_ranges)
+            return Cut(self.tokens, self.in_features, None, self.in_ranges, self.token_runs)
         if role is Role.WEIGHT:
             return Cut(self.out_features, self.in_features, self.out_ranges, self.in_ranges)
-        return Cut(self.tokens, self.out_features, None, self.out_ranges)
+        return Cut(self.tokens, self.out_features, None, self.out_ranges, self.token_runs)
 
 
 def num_parts(comms: tuple[Communicator, ...]) -> int:
