@@ -120,6 +120,35 @@ def test_what_is_not_finite_stays_so(form, lost):
     assert torch.equal(decoded[16:], values[16:])
 
 
+def same(one, other):
+    return torch.equal(one.nan_to_num(-7.0), other.nan_to_num(-7.0))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 16, 255, 65536 + 300])
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("size", [2.0**-60, 1.0, 2.0**60])
+def test_blocks_are_the_same_where_there_are_no_subnormal_numbers(numel, power, size):
+    generator = torch.Generator().manual_seed(numel)
+    spread = torch.exp2(8 * torch.randn(numel, generator=generator))
+    values = (torch.randn(numel, generator=generator) * spread).pow(power) * size
+    values[20:21] = torch.nan
+    kept, numbers = encode(BLOCKS, values), decode(encode(BLOCKS, values))
+
+    try:
+        assert torch.set_flush_denormal(True)
+        without, its_numbers = encode(BLOCKS, values), decode(encode(BLOCKS, values))
+    finally:
+        torch.set_flush_denormal(False)
+
+    lost = kept["scales"].isnan().repeat_interleave(16)[:numel]
+    assert kept["format"] == without["format"]
+    assert torch.equal(kept["codes"][~lost], without["codes"][~lost])
+    assert same(kept["scales"], without["scales"])
+    assert same(numbers, its_numbers)
+    assert numbers[lost].isnan().all()
+    assert numbers[~lost].isfinite().all()
+
+
 def test_a_nan_of_all_ones_stays_one_in_bfloat16():
     for bits in (0x7FFFFFFF, -1):
         values = torch.full((64,), bits, dtype=torch.int32).view(torch.float32)
@@ -232,8 +261,8 @@ def test_only_a_bundle_of_moments_is_in_float32_at_a_time(monkeypatch):
         optimizer.step()
 
     assert seen == 2 * [1600, 1600, 1600, 1600, 800, 3000]
-    # Where moments are before a step: in the memory for a bundle, which grew once.
-    assert len(places) == 2
+    # Where moments are before a step: in the memory for a bundle, which grew once, maybe in place.
+    assert 1 <= len(places) <= 2
     for weight in weights:
         kept = optimizer.state[weight]["exp_avg_sq"]
         size = kept["codes"].nbytes + kept["scales"].nbytes

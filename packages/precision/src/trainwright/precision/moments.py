@@ -19,15 +19,20 @@ import attrs
 import torch
 
 from trainwright.collectives.random import Key, permutation
+from trainwright.precision.block_codes import (
+    decode_blocks,
+    encode_blocks,
+    measure_blocks,
+    positive,
+)
 from trainwright.precision.errors import PrecisionError
-from trainwright.precision.formats import E4M3, NumberFormat, Specials, scale_from_amax
+from trainwright.precision.formats import E4M3, NumberFormat, Specials
 
 E5M3 = NumberFormat("E5M3", 5, 3, 15, Specials.NONE)
 """Of its nine bits, those without the sign are kept."""
 
 _PIECE = 1 << 16
 _DRAWS = 1 << 16
-_MANTISSA_BITS = 23
 _FORMATS = {"e4m3": E4M3, "e5m3": E5M3}
 # A moment as it is kept: the name of its format, its codes, and scales and block where it has some.
 Kept = dict[str, Any]
@@ -100,8 +105,9 @@ class BFloat16Moments:
         for where, drawn in draws.pieces(flat.numel(), place):
             rounded[where] = round_to_bfloat16(flat[where], drawn)
             if unsigned:
-                tiny = torch.finfo(torch.bfloat16).smallest_normal * 2.0**-7
-                rounded[where].masked_fill_((flat[where] > 0) & (rounded[where] == 0), tiny)
+                # The smallest positive number is the one after zero, as bits are.
+                bits = rounded[where].view(torch.int16)
+                torch.maximum(bits, positive(flat[where]).to(torch.int16), out=bits)
         return {"format": "bfloat16", "codes": rounded.view(moment.shape)}
 
 
@@ -141,14 +147,10 @@ class BlockMoments:
     def encode(self, moment: torch.Tensor, draws: Dither, place: Place) -> Kept:
         """Return codes and scales."""
         flat = moment.detach().reshape(-1)
-        name = "e5m3" if _has_no_negative(flat) else "e4m3"
-        codes = torch.empty_like(flat, dtype=torch.uint8)
-        scales = flat.new_empty(-(-flat.numel() // self.block))
-        for where, drawn in draws.pieces(flat.numel(), place):
-            blocks = slice(where.start // self.block, -(-where.stop // self.block))
-            found, multipliers = _encode_blocks(flat[where], drawn, _FORMATS[name], self.block)
-            codes[where] = found
-            scales[blocks] = multipliers.reciprocal_()
+        amax, unsigned = measure_blocks(flat, self.block)
+        name = "e5m3" if unsigned else "e4m3"
+        drawn = draws.pieces(flat.numel(), place)
+        codes, scales = encode_blocks(flat, amax, drawn, _FORMATS[name], self.block)
         shaped = codes.view(moment.shape)
         return {"format": name, "codes": shaped, "scales": scales, "block": self.block}
 
@@ -159,16 +161,7 @@ def decode_moment(kept: Mapping[str, Any], out: torch.Tensor) -> None:
     if kept["format"] == "bfloat16":
         target.copy_(codes)
         return
-    scales, block = kept["scales"], kept["block"]
-    table = _FORMATS[kept["format"]].code_points(dtype=torch.float32)[:256].to(out.device)
-    for first in range(0, codes.numel(), _PIECE):
-        part = target[first : first + _PIECE]
-        torch.index_select(table, 0, codes[first : first + _PIECE].int(), out=part)
-        whole = part.numel() // block
-        at = first // block
-        part[: whole * block].view(whole, block).mul_(scales[at : at + whole, None])
-        if part.numel() % block:
-            part[whole * block :].mul_(scales[at + whole])
+    decode_blocks(codes, kept["scales"], _FORMATS[kept["format"]], kept["block"], target)
 
 
 def check_kept(name: str, key: str, kept: Mapping[str, Any], shape: torch.Size) -> None:
@@ -192,38 +185,12 @@ def round_to_bfloat16(values: torch.Tensor, draws: torch.Tensor) -> torch.Tensor
     """
     bits = values.view(torch.int32) + draws
     rounded = (bits >> 16).to(torch.int16).view(torch.bfloat16)
-    lost = values.isnan()
     # A NaN of many ones would carry into the sign; on a CPU a look is cheaper than a mask.
-    if values.device.type != "cpu" or bool(lost.any()):
-        rounded.masked_fill_(lost, torch.nan)
+    on_cpu = values.device.type == "cpu" and values.numel() > 0
+    if not on_cpu or bool(values.amax().isnan()):
+        rounded.masked_fill_(values.isnan(), torch.nan)
     return rounded
 
 
 def _has_no_negative(values: torch.Tensor) -> bool:
     return values.numel() > 0 and bool(values.amin() >= 0)
-
-
-def _encode_blocks(
-    values: torch.Tensor, draws: torch.Tensor, format: NumberFormat, block: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes, and what each block was multiplied by."""
-    numel = values.numel()
-    rows = values.new_zeros((-(-numel // block), block))
-    scaled = rows.view(-1)[:numel]
-    torch.abs(values, out=scaled)
-    multipliers = scale_from_amax(rows.amax(1), format, power_of_two=True)
-    rows.mul_(multipliers[:, None])
-    # Below its normal numbers a format has the spacing of the first exponent; as float32 has it
-    # one exponent long, so with the first normal number added.
-    small = scaled < format.min_normal
-    scaled.add_(small, alpha=format.min_normal)
-    dropped = _MANTISSA_BITS - format.mantissa_bits
-    bits = scaled.view(torch.int32)
-    bits.add_(draws, alpha=1 << (dropped - 16)).bitwise_right_shift_(dropped)
-    bits.sub_((127 - format.bias) << format.mantissa_bits)
-    bits.add_(small, alpha=-1 << format.mantissa_bits).clamp_(0, format.max_code)
-    if format is E5M3:
-        codes = torch.maximum(bits, (values > 0).int())
-    else:
-        codes = bits.add_(values < 0, alpha=1 << (format.bits - 1))
-    return codes.to(torch.uint8), multipliers
