@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 from hypothesis import given
@@ -121,6 +122,25 @@ def test_a_torn_last_line_is_cut_off_and_writing_goes_on(tmp_path_factory, cut):
         "step 7: loss is high",
         "again",
     ]
+
+
+def test_what_a_failed_append_has_left_is_no_line(tmp_path, monkeypatch):
+    path = tmp_path / "journal.jsonl"
+    journal = FileJournal(path)
+    journal.append(intervention(0))
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            journal.append(intervention(1, reason="a longer reason than the next"))
+    assert len(journal.entries) == 1
+
+    journal.append(intervention(1, reason="short"))
+
+    assert [entry.reason for entry in FileJournal(path).entries][1:] == ["short"]
 
 
 def test_a_damaged_line_and_a_number_out_of_order_are_refused(tmp_path):

@@ -138,6 +138,7 @@ class FileJournal:
 
     def __init__(self, path: Path | str) -> None:
         self._path = Path(path)
+        self._size = 0
         self._memory = MemoryJournal(self._read())
 
     @property
@@ -150,17 +151,21 @@ class FileJournal:
 
         Raises:
             JournalError: its number is not the next one.
-            OSError: it could not be written; it may be there or not.
+            OSError: it could not be written; the next entry takes its place.
         """
         _check_number(entry, len(self.entries))
-        line = json.dumps(entry.as_json(), allow_nan=False) + "\n"
+        line = json.dumps(entry.as_json(), allow_nan=False).encode() + b"\n"
         is_new = not self._path.exists()
-        with self._path.open("ab") as file:
-            file.write(line.encode())
+        with self._path.open("wb" if is_new else "r+b") as file:
+            # What a failed append has left goes first: behind it, no line could be read.
+            file.truncate(self._size)
+            file.seek(self._size)
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
         if is_new:
             _sync_folder(self._path.parent)
+        self._size += len(line)
         self._memory.append(entry)
 
     def _read(self) -> tuple[Intervention, ...]:
@@ -172,6 +177,7 @@ class FileJournal:
             with self._path.open("r+b") as file:
                 file.truncate(whole)
                 os.fsync(file.fileno())
+        self._size = whole
         found = []
         for number, line in enumerate(content[:whole].splitlines()):
             try:
