@@ -109,7 +109,7 @@ def serial():
     return LocalWorld(1).run(lambda world: train(world, "dp=1"))[0]
 
 
-FEW = list(zip(LAYOUTS, [3, 0, 2, 1, 3], strict=True))
+FEW = [(LAYOUTS[0], 3), (LAYOUTS[2], 2), (LAYOUTS[3], 1), (LAYOUTS[4], 0)]
 REST = [(layout, stage) for layout in LAYOUTS for stage in range(4) if (layout, stage) not in FEW]
 
 

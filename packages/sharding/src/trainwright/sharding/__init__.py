@@ -29,6 +29,16 @@ from trainwright.sharding.data import (
     seeded_reset,
 )
 from trainwright.sharding.errors import NotAvailableError, ReplicaMismatchError, ShardingError
+from trainwright.sharding.expert import (
+    MixtureOfExperts,
+    Routing,
+    RoutingReport,
+    capture_routing,
+    routing_contexts,
+    stack_experts,
+    unstack_experts,
+    update_expert_bias,
+)
 from trainwright.sharding.mesh import (
     Mesh,
     MeshShape,
@@ -99,6 +109,7 @@ __all__ = [
     "LifecycleError",
     "Mesh",
     "MeshShape",
+    "MixtureOfExperts",
     "NotAvailableError",
     "ParallelModule",
     "ParameterPlacement",
@@ -111,6 +122,8 @@ __all__ = [
     "ReplicaMismatchError",
     "ReplicaWatch",
     "Replicate",
+    "Routing",
+    "RoutingReport",
     "RowParallelLinear",
     "SequenceSharding",
     "Shard",
@@ -127,6 +140,7 @@ __all__ = [
     "by_class",
     "by_name",
     "by_size",
+    "capture_routing",
     "check_indices",
     "check_optimizer",
     "check_replicas",
@@ -157,10 +171,14 @@ __all__ = [
     "policy_from_fsdp",
     "power_sum",
     "redistribute",
+    "routing_contexts",
     "seeded_reset",
     "shard_spec",
     "square_sum",
+    "stack_experts",
     "terms_of",
     "unparallelize",
+    "unstack_experts",
+    "update_expert_bias",
     "vocab_parallel_cross_entropy",
 ]

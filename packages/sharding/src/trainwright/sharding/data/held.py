@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
 import attrs
 import torch
@@ -13,6 +14,7 @@ from trainwright.sharding.data.agreement import agree
 from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.mesh import Mesh
+from trainwright.sharding.placement import ParameterPlacement, placements_of
 
 
 @attrs.frozen(eq=False)
@@ -74,14 +76,15 @@ def held_tensors(parallel: DataParallel) -> list[HeldTensor]:
         for part in bucket.parameters
     }
     parameters = {id(parameter) for parameter in parallel.module.parameters()}
+    placements = placements_of(parallel.module)
     found: list[HeldTensor] = []
     for names, tensor in named_tensors(parallel.module):
         name = next(iter(names))
         piece = pieces.get(name) or frozen.get(name)
         if piece is not None:
             held, spec = piece.parameter.detach(), piece.spec
-        elif id(tensor) in parameters and tensor.numel() > 0:
-            if name not in cut:
+        elif id(tensor) in parameters and (tensor.numel() > 0 or _lies_elsewhere(name, placements)):
+            if tensor.numel() > 0 and name not in cut:
                 raise LifecycleError(
                     f"{name} was added or renamed after data_parallel(), so it belongs to no "
                     "state; build the whole module first"
@@ -115,6 +118,11 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[dict[str, int], torch.Ten
                 position += 1
     for place, tensor in tensors.items():
         yield names[place], tensor
+
+
+def _lies_elsewhere(name: str, placements: Mapping[str, ParameterPlacement]) -> bool:
+    """Return whether this rank's empty part is of a parameter that has elements."""
+    return name in placements and math.prod(placements[name].global_shape) > 0
 
 
 def _whole_spec(name: str, tensor: torch.Tensor, mesh: Mesh) -> ShardSpec:

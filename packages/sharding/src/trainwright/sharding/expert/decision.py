@@ -11,7 +11,7 @@ from trainwright.sharding.expert.capacity import drop_late_choices
 from trainwright.sharding.expert.exchange import Trip, plan_trip
 from trainwright.sharding.expert.ranks import ExpertRanks
 from trainwright.sharding.expert.routing import Routing
-from trainwright.sharding.expert.statistics import Counts, count_choices
+from trainwright.sharding.expert.statistics import Counts, start_counting
 from trainwright.sharding.expert.tokens import Tokens
 
 
@@ -43,18 +43,24 @@ def decide_routing(
     """Choose experts, count the choices, drop those beyond a capacity and plan the trip.
 
     Communicates:
-        What `count_choices`, `drop_late_choices` with a capacity, and `plan_trip` do.
+        What `start_counting`, `drop_late_choices` with a capacity, and `plan_trip` do.
     """
     num_experts = routing.num_experts
     experts = routing.choose(logits_NE, bias_E)
     real = experts
     if tokens.valid is not None:
         real = experts.masked_fill(~tokens.valid[:, None], num_experts)
-    counts = count_choices(real, tokens, num_experts, ranks.sequence)
+    counts, counting = start_counting(real, tokens, num_experts, ranks.sequence)
     dropped = torch.zeros_like(counts.own)
     sent = real
     if routing.capacity_factor is not None:
+        if counting is not None:
+            counting.wait()
         capacities = routing.capacities(counts.tokens)
         sent = drop_late_choices(real, tokens, capacities, num_experts, ranks.sequence)
-        dropped.index_add_(0, real[sent != real], torch.ones_like(real[sent != real]))
-    return Decision(experts, counts, dropped, plan_trip(sent, num_experts, ranks))
+        late = (sent != real).flatten()
+        dropped.index_add_(0, real.flatten() * late, late.to(torch.int64))
+    trip = plan_trip(sent, num_experts, ranks)
+    if counting is not None:
+        counting.wait()
+    return Decision(experts, counts, dropped, trip)

@@ -23,9 +23,10 @@ class Trip:
         received: Rows from each rank of ep.
         shared: Rows of each rank of etp, which compute on the rows of all.
         regroup: int64 [R], brings the rows into the order of the local experts; None where they
-            are in it.
+            stay as they came.
         inverse: int64 [R], brings them back.
-        sizes: Rows of each local expert; they sum to R.
+        sizes: Rows of each local expert, again and again for each block of rows in which experts
+            are in order; they sum to R.
     """
 
     choices: Choices
@@ -63,7 +64,11 @@ def plan_trip(experts_NK: torch.Tensor, num_experts: int, ranks: ExpertRanks) ->
     sent = tuple(sum(told[peer * etp]) for peer in range(ep))
     heard = [told[ep * etp + peer] for peer in range(ep * etp)]
     own = ranks.etp.rank
-    regroup, inverse = _regroup(from_each.view(ep, etp, local), sum(map(sum, heard)))
+    blocks = [heard[peer * etp + q] for q in range(etp) for peer in range(ep)]  # as they come
+    regroup = inverse = None
+    if ranks.regroups and ranks.peers.size > 1 and local > 1:
+        regroup, inverse = _regroup(from_each.view(ep, etp, local), sum(map(sum, heard)))
+        blocks = [[sum(column) for column in zip(*blocks, strict=True)]]
     return Trip(
         choices=Choices.of(order[: sum(sent)], *experts_NK.shape),
         sent=sent,
@@ -71,7 +76,7 @@ def plan_trip(experts_NK: torch.Tensor, num_experts: int, ranks: ExpertRanks) ->
         shared=tuple(sum(sum(heard[peer * etp + q]) for peer in range(ep)) for q in range(etp)),
         regroup=regroup,
         inverse=inverse,
-        sizes=tuple(sum(row[expert] for row in heard) for expert in range(local)),
+        sizes=tuple(size for block in blocks for size in block),
     )
 
 
@@ -84,7 +89,7 @@ def dispatch(hidden_ND: torch.Tensor, trip: Trip, ranks: ExpertRanks) -> torch.T
         ranks: The ranks.
 
     Returns:
-        The rows for this rank's experts [R, D], one expert after the other.
+        The rows for this rank's experts [R, D], in blocks of ``trip.sizes``.
 
     Communicates:
         One all-to-all over ep, and with etp > 1 one over etp, in which each rank's rows go to all;
@@ -130,13 +135,9 @@ def combine(
     return sum_choices(rows, weights_NK, trip.choices)
 
 
-def _regroup(
-    counts_pqL: torch.Tensor, num_rows: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _regroup(counts_pqL: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the order of rows by local expert, and back, for rows that came by etp, ep, expert."""
     ep, etp, local = counts_pqL.shape
-    if ep * etp == 1 or local == 1:
-        return None, None
     expert_of = torch.arange(local, device=counts_pqL.device).repeat(ep * etp)
     came = counts_pqL.transpose(0, 1).reshape(-1)
     expert_R = torch.repeat_interleave(expert_of, came, output_size=num_rows)

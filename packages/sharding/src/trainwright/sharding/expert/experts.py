@@ -64,8 +64,8 @@ class Experts(nn.Module):
         """Return each expert's output for its rows [R, D]; with etp > 1 this rank's terms.
 
         Args:
-            rows_RD: One expert after the other.
-            sizes: Rows of each of this rank's experts.
+            rows_RD: In blocks, one expert after the other, as often as need be.
+            sizes: Rows of each block; block i is of expert i modulo L.
         """
         gate, up = multiply_experts(rows_RD, self.gate_up_proj, sizes).chunk(2, -1)
         return multiply_experts(F.silu(gate) * up, self.down_proj, sizes)

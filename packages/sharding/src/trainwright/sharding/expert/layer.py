@@ -51,8 +51,8 @@ class MixtureOfExperts(nn.Module):
         options: ``device`` and ``dtype`` of the parameters.
 
     Raises:
-        ShardingError: ep does not divide the experts, etp their features or tp the shared one's,
-            or ``sequence`` is not dim 1.
+        ShardingError: ep does not divide the experts or etp their features, ``sequence`` is not
+            dim 1, or there is a gate without a shared expert.
 
     Communicates:
         Forward one all-to-all of counts and two of rows over ep, backward two of rows; with etp > 1

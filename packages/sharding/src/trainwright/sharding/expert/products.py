@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,16 +17,16 @@ _ALIGNED_BYTES = 16
 def multiply_experts(
     rows_RI: torch.Tensor, weights_LOI: torch.Tensor, sizes: Sequence[int]
 ) -> torch.Tensor:
-    """Return each expert's block of rows times its matrix transposed [R, O].
+    """Return each block of rows times its expert's matrix transposed [R, O].
 
-    One grouped product where the device has it (bfloat16 on CUDA), else one product an expert,
-    into one output. An expert without rows costs nothing and has a gradient of zero. A schedule
-    that takes backwards apart can call ``weight_gradient`` later.
+    One grouped product where the device has it (bfloat16 on CUDA) and each expert has one block,
+    else one product a block, into one output. An expert without rows costs nothing and has a
+    gradient of zero. A schedule that takes backwards apart can call ``weight_gradient`` later.
 
     Args:
-        rows_RI: The rows, one expert after the other.
+        rows_RI: The rows, block after block.
         weights_LOI: A matrix an expert.
-        sizes: Rows of each expert; they sum to R.
+        sizes: Rows of each block, which sum to R; block i is of expert i modulo L.
     """
     rows_RI, weights_LOI = _as_autocast(rows_RI), _as_autocast(weights_LOI)
     args = (rows_RI, weights_LOI, tuple(sizes))
@@ -55,7 +56,7 @@ class _ExpertProducts(torch.autograd.Function):
         ctx.save_for_backward(rows_RI, weights_LOI)
         ctx.sizes = sizes
         ctx.shape = weights_LOI.shape
-        ctx.is_grouped = has_grouped_products(rows_RI, weights_LOI)
+        ctx.is_grouped = _is_grouped(rows_RI, weights_LOI, sizes)
         return _outputs(rows_RI, weights_LOI.transpose(1, 2), sizes)
 
     @staticmethod
@@ -94,31 +95,41 @@ def _gradient_of_weights(
         return None
     blocks = _blocks(ctx.sizes, gradient, rows_RI)
     if torch.is_grad_enabled():
-        return torch.stack([ours.t() @ rows for ours, rows in blocks])
+        terms = torch.stack([ours.t() @ rows for ours, rows in blocks])
+        return terms.view(-1, *ctx.shape).sum(0)
     if ctx.is_grouped:
         ends = _ends(ctx.sizes, gradient.device)
         return F.grouped_mm(gradient.contiguous().t(), rows_RI, offs=ends)
     found = rows_RI.new_empty(ctx.shape)  # the weights themselves may have been released
-    for (ours, rows), result in zip(blocks, found.unbind(0), strict=True):
-        torch.mm(ours.t(), rows, out=result)
+    local = found.shape[0]
+    for index, (ours, rows) in enumerate(blocks):
+        result = found[index % local]
+        if index < local:
+            torch.mm(ours.t(), rows, out=result)
+        elif rows.shape[0]:
+            torch.addmm(result, ours.t(), rows, out=result)
     return found
 
 
 def _outputs(
     rows_RI: torch.Tensor, weights_LIO: torch.Tensor, sizes: Sequence[int]
 ) -> torch.Tensor:
-    if has_grouped_products(rows_RI, weights_LIO):
+    if _is_grouped(rows_RI, weights_LIO, sizes):
         return F.grouped_mm(rows_RI.contiguous(), weights_LIO, offs=_ends(sizes, rows_RI.device))
     output = rows_RI.new_empty((rows_RI.shape[0], weights_LIO.shape[2]))
     blocks = _blocks(sizes, rows_RI, output)
-    for (rows, result), weight in zip(blocks, weights_LIO.unbind(0), strict=True):
+    for (rows, result), weight in zip(blocks, cycle(weights_LIO.unbind(0)), strict=False):
         if rows.shape[0]:
             torch.mm(rows, weight, out=result)
     return output
 
 
+def _is_grouped(rows: torch.Tensor, weights: torch.Tensor, sizes: Sequence[int]) -> bool:
+    return len(sizes) == weights.shape[0] and has_grouped_products(rows, weights)
+
+
 def _blocks(sizes: Sequence[int], *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    """Return each expert's rows of all tensors."""
+    """Return each block's rows of all tensors."""
     return list(zip(*(torch.split(tensor, list(sizes)) for tensor in tensors), strict=True))
 
 

@@ -20,6 +20,8 @@ class ExpertRanks:
             sequence parallelism.
         sequence: Joins cp and tp: the ranks that hold the tokens of one sequence.
         cp_size: Ranks that cut a sequence.
+        regroups: Whether rows are brought into the order of the experts, so that one kernel can
+            multiply them all; otherwise they stay in the order in which they came, by rank.
     """
 
     ep: Communicator
@@ -28,6 +30,7 @@ class ExpertRanks:
     tp: Communicator
     sequence: Communicator
     cp_size: int
+    regroups: bool
 
     @classmethod
     def of(cls, mesh: Mesh) -> ExpertRanks:
@@ -39,4 +42,5 @@ class ExpertRanks:
             mesh.communicator("tp"),
             mesh.communicator("cp", "tp"),
             mesh.size("cp"),
+            regroups=mesh.world.device.type != "cpu",
         )

@@ -12,6 +12,8 @@ import attrs
 import torch
 import torch.nn.functional as F
 
+_CACHED_ELEMENTS = 1 << 17
+
 Move = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -86,6 +88,26 @@ def _weighted_sum(
     )
 
 
+def _scaled_and_dots(
+    gradient_ND: torch.Tensor,
+    rows_AD: torch.Tensor,
+    weights_A: torch.Tensor,
+    token_A: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's gradient, and the gradient of its weight, in one walk over the rows."""
+    of_rows, dots_A = torch.empty_like(rows_AD), torch.empty_like(weights_A)
+    step = max(1, rows_AD.shape[0])
+    if rows_AD.device.type == "cpu":
+        step = max(1, _CACHED_ELEMENTS // max(1, rows_AD.shape[1]))
+    for start in range(0, rows_AD.shape[0], step):
+        here = slice(start, start + step)
+        ours = of_rows[here]
+        torch.index_select(gradient_ND, 0, token_A[here], out=ours)
+        torch.sum(rows_AD[here] * ours, -1, out=dots_A[here])
+        ours.mul_(weights_A[here, None])
+    return of_rows, dots_A
+
+
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -99,12 +121,13 @@ class _WeightedSum(torch.autograd.Function):
     def backward(ctx: Any, gradient_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         rows_AD, weights_NK = ctx.saved_tensors
         choices: Choices = ctx.choices
-        ours_AD = take_tokens(gradient_ND, choices)
         weights_A = weights_NK.flatten().index_select(0, choices.order)
-        of_weights = torch.zeros_like(weights_NK).flatten()
-        of_weights = of_weights.index_copy(0, choices.order, (rows_AD * ours_AD).sum(-1))
-        scale = torch.mul if torch.is_grad_enabled() else torch.Tensor.mul_
-        of_rows = scale(ours_AD, weights_A[:, None])
+        if torch.is_grad_enabled():
+            ours_AD = take_tokens(gradient_ND, choices)
+            of_rows, dots_A = ours_AD * weights_A[:, None], (rows_AD * ours_AD).sum(-1)
+        else:
+            of_rows, dots_A = _scaled_and_dots(gradient_ND, rows_AD, weights_A, choices.token)
+        of_weights = torch.zeros_like(weights_NK).flatten().index_copy(0, choices.order, dots_A)
         return of_rows, of_weights.view_as(weights_NK), None
 
 

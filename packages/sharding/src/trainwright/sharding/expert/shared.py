@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainwright.collectives import Communicator, differentiable, random
+from trainwright.sharding.tensor.cuts import Cut
 from trainwright.sharding.tensor.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -25,12 +26,9 @@ class SharedExpert(nn.Module):
     Args:
         width: D.
         expert_width: F; several shared experts of width f are one of their summed width.
-        tp: The tensor-parallel ranks.
+        tp: The tensor-parallel ranks; they share F as evenly as it can be.
         sequence: How positions are cut between products; None where they are not.
         options: ``device`` and ``dtype`` of the parameters.
-
-    Raises:
-        ShardingError: ``tp.size`` does not divide F.
 
     Communicates:
         Forward one all-reduce of the output and backward one of the input's gradient; with
@@ -49,14 +47,24 @@ class SharedExpert(nn.Module):
         self.tp = tp
         self.sequence = sequence
 
+        cut = Cut.balanced(expert_width, tp.size)
+
         def column() -> ColumnParallelLinear:
             return ColumnParallelLinear(
-                width, expert_width, tp, input_is_entered=True, sequence=sequence, **options
+                width,
+                expert_width,
+                tp,
+                cut=cut,
+                input_is_entered=True,
+                sequence=sequence,
+                **options,
             )
 
         self.gate_proj = column()
         self.up_proj = column()
-        self.down_proj = RowParallelLinear(expert_width, width, tp, sequence=sequence, **options)
+        self.down_proj = RowParallelLinear(
+            expert_width, width, tp, cut=cut, sequence=sequence, **options
+        )
 
     def forward(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
         """Return the block's output [B, S, D]."""

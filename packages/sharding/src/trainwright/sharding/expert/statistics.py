@@ -7,7 +7,7 @@ from __future__ import annotations
 import attrs
 import torch
 
-from trainwright.collectives import Communicator
+from trainwright.collectives import Communicator, Work
 from trainwright.sharding.expert.routing import Routing
 from trainwright.sharding.expert.tokens import Tokens
 
@@ -27,10 +27,10 @@ class Counts:
     own: torch.Tensor
 
 
-def count_choices(
+def start_counting(
     experts_NK: torch.Tensor, tokens: Tokens, num_experts: int, sequence: Communicator
-) -> Counts:
-    """Count the choices of each group.
+) -> tuple[Counts, Work | None]:
+    """Start to count the choices of each group; the sums are there once the work is waited for.
 
     Args:
         experts_NK: The expert of each choice; E for tokens that are not valid.
@@ -50,9 +50,8 @@ def count_choices(
     # The last column has counted the choices of invalid tokens; it carries the valid ones instead.
     top_k = experts_NK.shape[1]
     table_GX[:, num_experts] = table_GX[:, :num_experts].sum(1).div(top_k, rounding_mode="floor")
-    if sequence.size > 1:
-        sequence.all_reduce(table_GX).wait()
-    return Counts(table_GX[:, :num_experts], table_GX[:, num_experts], own)
+    work = sequence.all_reduce(table_GX) if sequence.size > 1 else None
+    return Counts(table_GX[:, :num_experts], table_GX[:, num_experts], own), work
 
 
 def balance_terms(

@@ -132,6 +132,7 @@ def expert_cases(draw: st.DrawFn, max_ranks: int = 8) -> ExpertCase:
     etp = draw(st.sampled_from([n for n in (1, 2, 4) if stage % n == 0]))
     ep = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if stage % (etp * n) == 0]))
     cut = draw(st.booleans())
+    shared = draw(st.sampled_from([None, 1, 3]))
     return ExpertCase(
         layout=f"dp={dp},cp={cp},tp={tp},ep={ep},etp={etp}",
         routing=draw(routings(ep)),
@@ -139,10 +140,12 @@ def expert_cases(draw: st.DrawFn, max_ranks: int = 8) -> ExpertCase:
         length=draw(st.integers(1, 6)),
         width=draw(st.integers(1, 5)),
         expert_width=etp * draw(st.integers(1, 2)),
-        shared_width=draw(st.sampled_from([None, tp])),
+        shared_width=shared,
+        shared_gate=shared is not None and draw(st.booleans()),
         sequence=cut,
         zigzag=draw(st.booleans()),
         padding=draw(st.booleans()),
+        regroups=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 
 import attrs
 import torch
@@ -34,6 +35,7 @@ class ExpertCase:
         shared_gate: As in `MixtureOfExperts`.
         sequence: Whether positions are cut over tp.
         zigzag: Whether cp rank r has chunks r and 2 * cp - 1 - r.
+        regroups: Whether rows are brought into the order of experts, as on an accelerator.
         padding: How many positions of each sequence are not valid, drawn at random places.
         seed: Of weights and inputs.
     """
@@ -49,6 +51,7 @@ class ExpertCase:
     sequence: bool = False
     zigzag: bool = False
     padding: bool = False
+    regroups: bool = False
     seed: int = 0
 
     @property
@@ -60,7 +63,7 @@ class ExpertCase:
         """Return one rank's layer, in float64, with weights of zero."""
         length = len(self.columns(mesh))
         uneven = SequenceSharding(length=length if length % mesh.size("tp") else None)
-        return MixtureOfExperts(
+        layer = MixtureOfExperts(
             self.width,
             self.expert_width,
             self.routing,
@@ -70,6 +73,8 @@ class ExpertCase:
             sequence=uneven if self.sequence else None,
             dtype=torch.float64,
         )
+        layer.ranks = attrs.evolve(layer.ranks, regroups=self.regroups)
+        return layer
 
     def columns(self, mesh: Mesh) -> torch.Tensor:
         """Return the positions of one cp rank."""
@@ -157,7 +162,8 @@ class PlainMixture(nn.Module):
         z = torch.zeros((), dtype=torch.float64)
         capacity = math.inf
         if rule.capacity_factor is not None:
-            capacity = math.ceil(rule.capacity_factor * rule.top_k / E * len(group))
+            factor = Fraction(str(rule.capacity_factor))
+            capacity = math.ceil(factor * rule.top_k * len(group) / E)
         placed: dict[tuple[int, int], torch.Tensor] = {}
         for at in group:
             token = hidden_BSD[at]
