@@ -70,9 +70,10 @@ class Products(Protocol):
     first; the gradients once for each backward, of the same values, and the weight's also alone and
     later. A forward that is run again gives the same result and is the same to any statistic.
 
-    ``records`` says whether the layer is trained: in ``train``, with gradients enabled. ``kept`` is
-    one dict for the three calls that belong to one forward, in which small results such as scales
-    may be left for the later ones; None where no backward will come.
+    Operands are as they come: under autocast their dtypes may differ. ``records`` says whether the
+    layer is trained: in ``train``, with gradients enabled. ``kept`` is one dict for the three calls
+    that belong to one forward, in which small results such as scales may be left for the later
+    ones; None where no backward will come.
     """
 
     def output(
