@@ -107,7 +107,8 @@ def test_a_recomputation_without_notes_is_refused():
         output.sum().backward()
 
 
-def test_regions_within_regions_keep_their_notes():
+@pytest.mark.parametrize("runner", [through_contexts, through_captures])
+def test_regions_within_regions_keep_their_notes(runner):
     def run(world, nested):
         layers = [build(world) for _ in range(3)]
 
@@ -117,17 +118,10 @@ def test_regions_within_regions_keep_their_notes():
             return hidden
 
         def outer(hidden):
-            if nested:
-                hidden = checkpoint(inner, hidden, use_reentrant=False, context_fn=routing_contexts)
-            else:
-                hidden = inner(hidden)
-            return layers[2](hidden)[0]
+            return layers[2](runner(inner, hidden) if nested else inner(hidden))[0]
 
         hidden = random.normal(random.Key(2, "x"), (1, 4, 3), dtype=torch.float64).requires_grad_()
-        if nested:
-            output = checkpoint(outer, hidden, use_reentrant=False, context_fn=routing_contexts)
-        else:
-            output = outer(hidden)
+        output = through_contexts(outer, hidden) if nested else outer(hidden)
         output.square().sum().backward()
         return [hidden.grad, *(p.grad for layer in layers for p in layer.parameters())]
 

@@ -51,4 +51,4 @@ def update_expert_bias(model: nn.Module, mesh: Mesh, rate: float) -> None:
         assert bias is not None, "a biased rule has made a bias"
         exact = counts.to(torch.float64)
         bias += (rate * (exact.mean() - exact).sign()).to(bias.dtype)
-        layer.step_counts.zero_()
+        layer.forget_counts()

@@ -67,7 +67,7 @@ class MixtureOfExperts(nn.Module):
 
     shared_expert: SharedExpert | None
     shared_expert_gate: nn.Linear | None
-    step_counts: torch.Tensor
+    _chosen: torch.Tensor | None
 
     def __init__(
         self,
@@ -101,8 +101,7 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert_gate = nn.Linear(width, 1, bias=False, **options)
             if sequence is not None:
                 place_partial_(self.shared_expert_gate)
-        chosen = torch.zeros(routing.num_experts, dtype=torch.int64, device=self.gate.weight.device)
-        self.register_buffer("step_counts", chosen, persistent=False)
+        self._chosen = None  # no buffer: what is built on the meta device has no zeros
 
     def forward(
         self,
@@ -160,6 +159,18 @@ class MixtureOfExperts(nn.Module):
             placement = ParameterPlacement.replicated(gate.weight.shape)
             draw_parameter_(gate.weight, placement, own("shared_expert_gate.weight"), std)
 
+    @property
+    def step_counts(self) -> torch.Tensor:
+        """int64 [E]: this rank's choices in training mode since `forget_counts`."""
+        if self._chosen is not None:
+            return self._chosen
+        weight = self.gate.weight
+        return torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
+
+    def forget_counts(self) -> None:
+        """Begin to count anew."""
+        self._chosen = None
+
     def extra_repr(self) -> str:
         """Say the rule."""
         return str(self.routing)
@@ -168,7 +179,8 @@ class MixtureOfExperts(nn.Module):
         bias_E = self.gate.e_score_correction_bias
         decision = decide_routing(self.routing, logits_NE, bias_E, tokens, self.ranks)
         if self.training:
-            self.step_counts += decision.counts.own
+            own = decision.counts.own
+            self._chosen = own.clone() if self._chosen is None else self._chosen + own
         return decision
 
     def _report(self, logits_NE: torch.Tensor, tokens: Tokens, decision: Decision) -> RoutingReport:

@@ -33,20 +33,19 @@ def routing_contexts() -> tuple[AbstractContextManager[None], AbstractContextMan
     It is a ``context_fn`` of `torch.utils.checkpoint.checkpoint`, called once a region.
     """
     notes = _Notes()
-    return _Entered(lambda: _Recorder(ref(notes), _state.get())), _Entered(lambda: _Reader(notes))
+    recording = _Entered(lambda: _Recorder(ref(notes), _around(), has_end=True))
+    return recording, _Entered(lambda: _Reader(notes))
 
 
 def capture_routing() -> Callable[[], AbstractContextManager[None]]:
     """Begin to note decisions, and return what makes a recomputation read them.
 
     It is one of the ``captures`` of `trainwright.checkpointing.activations`, called at each forward
-    of a region. The notes live as long as what is returned.
+    of a region. The notes live as long as what is returned. Such a region may lie within one that
+    has `routing_contexts`, not within another of its own kind.
     """
     notes = _Notes()
-    outer = _state.get()
-    # What an earlier region began to note has no end of its own: it is not around this one.
-    around = outer if isinstance(outer, _Reader) else None
-    _state.set(_Recorder(ref(notes), around))
+    _state.set(_Recorder(ref(notes), _around(), has_end=False))
     return lambda: _Entered(lambda: _Reader(notes))
 
 
@@ -70,6 +69,8 @@ def decide(layer: object, make: Callable[[], _T]) -> _T:
 
 
 class _State(Protocol):
+    has_end: bool
+
     @property
     def replays(self) -> bool: ...
 
@@ -79,6 +80,13 @@ class _State(Protocol):
 _state: ContextVar[_State | None] = ContextVar("routing", default=None)
 
 
+def _around() -> _State | None:
+    """Return the state of the region around the one that begins."""
+    state = _state.get()
+    # What was captured has no end: the region that began it is over, for all one can tell.
+    return state if state is not None and state.has_end else None
+
+
 class _Notes(list[tuple[int, Any]]):
     """The decisions of one region, each with the layer that took it."""
 
@@ -86,7 +94,8 @@ class _Notes(list[tuple[int, Any]]):
 class _Recorder:
     """Notes what is decided, here and in the region around."""
 
-    def __init__(self, notes: ref[_Notes], around: _State | None) -> None:
+    def __init__(self, notes: ref[_Notes], around: _State | None, *, has_end: bool) -> None:
+        self.has_end = has_end
         self._notes = notes
         self._around = around
 
@@ -106,6 +115,7 @@ class _Reader:
     """Reads the notes of one region from the start."""
 
     replays = True
+    has_end = True
 
     def __init__(self, notes: _Notes) -> None:
         self._left = iter(tuple(notes))
