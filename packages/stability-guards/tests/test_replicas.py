@@ -49,6 +49,16 @@ def test_any_flipped_bit_changes_the_checksum(dtype, numel, place, bit):
     assert checksum(tensor) != before
 
 
+@pytest.mark.parametrize("place", [0, 4095, 4096, 8191, 8192, 9999, 20000])
+def test_the_highest_bit_of_a_word_counts_in_every_chunk(place):
+    tensor = torch.randn(20001, dtype=torch.float64)
+    before = checksum(tensor)
+
+    tensor[place] *= -1
+
+    assert checksum(tensor) != before
+
+
 @given(shift=st.integers(0, 9), numel=st.integers(0, 40))
 def test_a_checksum_is_of_the_bits_wherever_they_lie(shift, numel):
     base = torch.randn(60)

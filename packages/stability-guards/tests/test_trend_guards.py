@@ -125,6 +125,7 @@ def test_a_loss_that_goes_on_rising_diverges_and_one_that_has_stepped_up_does_no
     assert alarms[0].verdict is Verdict.ROLLBACK
     assert alarms[0].step <= 200 + 50 + 200
     assert replay([*base, *stepped], DivergenceGuard()) == []
+    assert replay([*base, *stepped, *steady(300, loss=2.39)], DivergenceGuard()) == []
     assert replay([*base, *steady(100, loss=3.0, first=200)], DivergenceGuard()) != []
 
 

@@ -17,8 +17,8 @@ from trainwright.stability_guards import (
 )
 from trainwright.stability_guards.curves import Curve, Fault, healthy, with_fault
 
-EVIDENCE = (50.0, 100.0, 150.0, 200.0, 300.0, 500.0, 1000.0)
-NOISE = (0.25, 0.5, 1.0, 2.0)
+EVIDENCE = (60.0, 120.0, 250.0, 500.0, 1000.0)
+NOISE = (0.1, 0.5, 2.0)
 ALLOWED = {Fault.NON_FINITE: 0, Fault.SPIKE: 2, Fault.DIVERGENCE: 200}
 HORIZON = 50_000
 LEAD, TAIL = 400, 600  # steps before the earliest onset of a fault, and after it

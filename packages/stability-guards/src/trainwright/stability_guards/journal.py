@@ -126,7 +126,8 @@ class MemoryJournal:
 class FileJournal:
     """A journal in a file of one JSON object a line, synced to disk at each entry.
 
-    A last line that a crash has torn is cut off: nothing was done for it yet. Any other line that
+    A last line that a crash has torn is no entry, and the next one takes its place: nothing was
+    done for it yet. Any other line that
     cannot be read is an error, because what it left out would be trained on.
 
     Args:
@@ -157,7 +158,7 @@ class FileJournal:
         line = json.dumps(entry.as_json(), allow_nan=False).encode() + b"\n"
         is_new = not self._path.exists()
         with self._path.open("wb" if is_new else "r+b") as file:
-            # What a failed append has left goes first: behind it, no line could be read.
+            # What a crash or a failed append has left goes first: no line behind it could be read.
             file.truncate(self._size)
             file.seek(self._size)
             file.write(line)
@@ -173,10 +174,6 @@ class FileJournal:
             return ()
         content = self._path.read_bytes()
         whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            with self._path.open("r+b") as file:
-                file.truncate(whole)
-                os.fsync(file.fileno())
         self._size = whole
         found = []
         for number, line in enumerate(content[:whole].splitlines()):
