@@ -27,6 +27,8 @@ from .presets import (
     sqrt_plan,
     sqrt_segments,
 )
+from .profile import profile
+from .profile_operators import profile_operators
 from .simulate import Simulation, simulate, simulate_chain
 from .simulate_operators import OperatorSimulation, simulate_operators
 from .stored import costs_from_json, costs_to_json, plan_from_json, plan_to_json
@@ -61,6 +63,8 @@ __all__ = [
     "plan_from_json",
     "plan_operators",
     "plan_to_json",
+    "profile",
+    "profile_operators",
     "recompute_all_plan",
     "recursive_plan",
     "simulate",

@@ -60,7 +60,7 @@ class LeastMemory:
         starts = range(first + 1, first + 1 + count)
         rests = [self._inner[0, start][end - 1 - start] for start in starts]
         rest = fan.hold + np.array(rests, dtype=np.int64)
-        left = self._inner[fan.left_held, first][:count]
+        left = fan.left_hold + self._inner[fan.left_held, first][:count]
         return np.maximum(fan.needs, np.maximum(rest, left))
 
     def _fill(self, moves: Moves, held: int, first: int) -> Bytes:
@@ -71,8 +71,9 @@ class LeastMemory:
             rest = self._inner[keep.next_held, first + 1]
             best[1:] = np.maximum(keep.need, keep.hold + rest)
         fan = moves.fan(held, first, moves.num_layers)
+        lefts = best if fan.left_held == held else self._inner[fan.left_held, first]
         for size, need in enumerate(fan.needs, 1):
-            least = max(int(need), int(best[size - 1]))
+            least = max(int(need), fan.left_hold + int(lefts[size - 1]))
             peaks = np.maximum(least, fan.hold + self._inner[0, first + size])
             best[size:] = np.minimum(best[size:], peaks)
         return best

@@ -12,7 +12,8 @@ from .choices import Choice, Partial
 from .costs import ChainCosts
 
 # A state is (held, first): the layers from `first` on are to be run; `held` is 1 if the layer
-# before keeps their input as its own output in any case, so that it costs nothing to keep it.
+# before keeps their input as its own output in any case, or a region that is being recomputed
+# does, so that it costs nothing to keep it.
 
 
 class Measure(Protocol):
@@ -79,13 +80,16 @@ class Moves:
             self._reach[number] = self._reach[number + 1] + 1 if again else 0
 
     def states(self, first: int) -> tuple[int, ...]:
-        """Return the values of ``held`` that can occur at a layer."""
-        return (0, 1) if first and self._costs.layers[first - 1].output_saved else (0,)
+        """Return the values of ``held`` that can occur at a layer, in the order to fill tables."""
+        layers = self._costs.layers
+        if (first and layers[first - 1].output_saved) or not layers[first].input_saved:
+            return (1, 0)
+        return (0,)
 
     def keep(self, held: int, layer: int) -> Keep:
         """Return the move that keeps a layer as it is."""
         cost = self._costs.layers[layer]
-        hold = self._source(held, layer) + cost.saved_bytes
+        hold = self._kept_source(held, layer) + cost.saved_bytes
         most = max(cost.forward_temporary_bytes, cost.backward_temporary_bytes)
         time_s = float(cost.forward_s + cost.backward_s)
         need = self._measure(hold + most)
@@ -95,7 +99,11 @@ class Moves:
         """Return the regions of layers before ``end`` whose input stays as it is."""
         source = self._source(held, first)
         hold = self._measure(source)
-        return Fan("", self._needs(source, first, end), hold, 0, held, self._times(first, end))
+        left_hold, left_held = 0, held
+        if not self._costs.layers[first].input_saved:
+            left_hold, left_held = hold, 1  # else a layer within would let go of it
+        needs, times_s = self._needs(source, first, end), self._times(first, end)
+        return Fan("", needs, hold, left_hold, left_held, times_s)
 
     def outer_keeps(self, held: int, layer: int) -> Iterator[Keep]:
         """Yield the ways to keep a layer at the outermost level; the plain one comes first."""
@@ -123,10 +131,10 @@ class Moves:
 
     def _put_away(self, held: int, layer: int, choice: Choice) -> Keep:
         cost = self._costs.layers[layer]
-        source = self._costs.input_bytes_of(layer)
+        source = self._costs.kept_input_bytes_of(layer)
         everything, able = source + cost.saved_bytes, source + cost.floating_bytes
         stays = choice.stays(everything, able)
-        saved = self._source(held, layer) + cost.saved_bytes
+        saved = self._kept_source(held, layer) + cost.saved_bytes
         need = max(
             saved + max(stays, cost.forward_temporary_bytes),
             # What is restored is a copy, also of an input that others still hold.
@@ -157,6 +165,9 @@ class Moves:
 
     def _times(self, first: int, end: int) -> NDArray[np.float64]:
         return np.cumsum(self._forward_s[first : first + self._size(first, end)])
+
+    def _kept_source(self, held: int, layer: int) -> int:
+        return 0 if held else self._costs.kept_input_bytes_of(layer)
 
     def _source(self, held: int, layer: int) -> int:
         return 0 if held else self._costs.input_bytes_of(layer)

@@ -45,9 +45,9 @@ class InnerTable:
     def fan_s(self, fan: Fan, first: int, end: int, memory: int) -> Table:
         """Return the least time of the layers before ``end`` for each size of the region."""
         count = len(fan.times_s)
-        if not count or memory < fan.hold:
+        if not count or memory < max(fan.hold, fan.left_hold):
             return np.full(count, math.inf)
-        left = self._tables[fan.left_held, first][:count, memory]
+        left = self._tables[fan.left_held, first][:count, memory - fan.left_hold]
         rest = np.array(
             [
                 self._tables[0, start][end - 1 - start, memory - fan.hold]
@@ -67,13 +67,15 @@ class InnerTable:
             best[1:, keep.need :] += keep.time_s
         fan = moves.fan(held, first, moves.num_layers)
         # In the order of the sizes, since a region's own recomputation is a row filled before.
+        lefts = best if fan.left_held == held else self._tables[fan.left_held, first]
         for size, (need, time_s) in enumerate(zip(fan.needs, fan.times_s, strict=True), 1):
             low = max(fan.hold, int(need))
             if low > top:
                 break
             rest = self._tables[0, first + size][:, low - fan.hold : top + 1 - fan.hold]
+            left = lefts[size - 1, low - fan.left_hold : top + 1 - fan.left_hold]
             candidate = self._scratch[: count - size, low:]
-            np.add(rest, best[size - 1, low:] + time_s, out=candidate)
+            np.add(rest, left + time_s, out=candidate)
             target = best[size:, low:]
             np.minimum(target, candidate, out=target)
         return best

@@ -49,6 +49,7 @@ class LayerCost:
         saved_bytes: Distinct storages that autograd keeps for the backward, except the layer's
             input and parameters; with the output if the layer itself keeps it.
         output_saved: Whether ``saved_bytes`` holds the output.
+        input_saved: Whether autograd keeps the input; a ReLU needs only its output.
         forward_temporary_bytes: What a forward needs besides saved bytes while it runs.
         backward_temporary_bytes: What a backward needs besides saved bytes while it runs.
         recomputable: False if running it again would not repeat the forward: what it draws or
@@ -66,6 +67,7 @@ class LayerCost:
     output_bytes: int = attrs.field(validator=whole)
     saved_bytes: int = attrs.field(validator=whole)
     output_saved: bool = attrs.field(default=False, kw_only=True)
+    input_saved: bool = attrs.field(default=True, kw_only=True)
     forward_temporary_bytes: int = attrs.field(default=0, validator=whole, kw_only=True)
     backward_temporary_bytes: int = attrs.field(default=0, validator=whole, kw_only=True)
     recomputable: bool = attrs.field(default=True, kw_only=True)
@@ -122,6 +124,10 @@ class ChainCosts:
         unique("choice", names)
         for layer in self.layers:
             unique("choice", names + [partial.name for partial in layer.partials])
+
+    def kept_input_bytes_of(self, layer: int) -> int:
+        """Return the bytes of its input that a kept layer saves."""
+        return self.input_bytes_of(layer) if self.layers[layer].input_saved else 0
 
     def input_bytes_of(self, layer: int) -> int:
         """Return the size of the input of layer number ``layer``."""

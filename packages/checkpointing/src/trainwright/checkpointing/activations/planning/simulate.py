@@ -121,7 +121,8 @@ class _Machine:
         layer = self._costs.layers[item.layer]
         output = _Storage(layer.output_bytes)
         inner = layer.saved_bytes - (layer.output_bytes if layer.output_saved else 0)
-        held = [source, _Storage(inner)] + ([output] if layer.output_saved else [])
+        entering = [source] if layer.input_saved else []
+        held = [*entering, _Storage(inner), *([output] if layer.output_saved else [])]
         choice = self._choice(item.store, layer)
         if isinstance(choice, Partial):
             held = [source, _Storage(choice.saved_bytes)]
@@ -129,8 +130,9 @@ class _Machine:
         self._hold(held)
         self._run(item.layer)
         if choice is not None and not isinstance(choice, Partial):
-            able = layer.floating_bytes + source.num_bytes
-            held = self._put_away(choice, held, source.num_bytes + layer.saved_bytes, able)
+            size = source.num_bytes if layer.input_saved else 0
+            able = layer.floating_bytes + size
+            held = self._put_away(choice, held, size + layer.saved_bytes, able)
         return _Frame(item, source, held), output
 
     def _pass(self, item: Item, source: _Storage) -> tuple[_Frame, _Storage]:
@@ -165,7 +167,8 @@ class _Machine:
         if isinstance(store, Partial):
             restored = [_Storage(layer.saved_bytes - store.saved_bytes)]
         elif store is not None:
-            restored = [_Storage(frame.source.num_bytes + layer.saved_bytes)]
+            size = frame.source.num_bytes if layer.input_saved else 0
+            restored = [_Storage(size + layer.saved_bytes)]
         self._hold(restored)
         self._touch(layer.backward_temporary_bytes)
         self.time_s += layer.backward_s
