@@ -1,0 +1,123 @@
+"""The serial run in few bits: plain modules under the same policy, one process, one thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import attrs
+import torch
+
+from tests.serial import Outcome, SerialRun, Snapshot, learning_rate
+from trainwright.collectives import SingleCommunicator
+from trainwright.integration.config import RunConfig
+from trainwright.integration.model import ModelShape
+from trainwright.precision import policy
+from trainwright.precision.float8 import Float8State, convert_linears
+from trainwright.sharding.tensor import Cut, vocab_parallel_cross_entropy
+
+Scales = Mapping[str, torch.Tensor]
+
+
+@attrs.frozen(eq=False)
+class NarrowOutcome:
+    """What a step computed, and the FP8 scales that it left, by matrix."""
+
+    outcome: Outcome
+    scales: Scales
+
+
+class NarrowSerialRun(SerialRun):
+    """Weights in few bits are rounded from FP32 ones; gradients are summed in FP32.
+
+    Its batch is taken in the parts that are a layout's microbatches: a matrix of a microbatch has
+    scales of its own.
+
+    Args:
+        config: of the layout whose step is repeated here.
+        loss_scale: what the loss is multiplied by.
+    """
+
+    def __init__(self, shape: ModelShape, config: RunConfig, loss_scale: float = 1.0) -> None:
+        one = attrs.evolve(config, microbatches=1)
+        super().__init__(shape, one, splits=config.mesh.dp * config.microbatches)
+        self.loss_scale = loss_scale
+        self.masters = {name: weight.detach().clone() for name, weight in self.named.items()}
+        dtypes = policy(config.dtype, keep_fp32=("*norm.weight",))
+        for name, weight in self.named.items():
+            weight.data = weight.data.to(dtypes.parameter_dtype(name, weight))
+            weight.grad_dtype = torch.float32
+        self.scales: Float8State | None = None
+        if dtypes.recipe is not None:
+            chosen = ("model.layers.*",)
+            self.scales = convert_linears(self.model, dtypes.recipe, chosen, keep_ends=False)
+
+    @torch.no_grad()
+    def load(self, state: Snapshot) -> None:
+        """Begin at another run's state."""
+        self.before = state
+        for name, weight in self.named.items():
+            weight.copy_(state.weights[name])
+        self.step_index = state.step
+        self.reader.load_state_dict({"consumed": state.step * self.config.global_batch})
+
+    def step(self) -> Outcome:
+        """Make one step; `scales` are those of the next."""
+        batch = self.reader.next_batch()
+        tokens, labels = batch.tokens_MBS[0], batch.labels_MBS[0]
+        seed = torch.tensor(self.loss_scale / labels.numel())
+        loss_sum = 0.0
+        for part in torch.arange(len(tokens)).chunk(self.splits):
+            loss = self._loss(tokens[part], labels[part])
+            loss.backward(seed)
+            loss_sum += float(loss.detach())
+        if self.scales is not None:
+            self.scales.end_step()
+        gradients = {name: weight.grad / self.loss_scale for name, weight in self.named.items()}
+        squares = [gradient.double().square().sum() for gradient in gradients.values()]
+        norm = math.sqrt(float(torch.stack(squares).sum()))
+        factor = min(1.0, self.config.clip / (norm + 1e-6))
+        clipped = {name: gradient * factor for name, gradient in gradients.items()}
+        for weight in self.named.values():
+            weight.grad = None
+        return Outcome(loss_sum / labels.numel(), norm, clipped, self._updated(clipped))
+
+    def _loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.model(tokens_BS=tokens)
+        # What another order of its sums rounds differently would be rounded again in few bits.
+        cut = Cut.whole(logits.shape[-1], 1)
+        return vocab_parallel_cross_entropy(logits, labels, SingleCommunicator(), cut=cut).sum()
+
+    def _updated(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        weights = {n: torch.nn.Parameter(w.clone()) for n, w in self.before.weights.items()}
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [w], "weight_decay": self.config.weight_decay if w.dim() > 1 else 0.0}
+                for w in weights.values()
+            ],
+            lr=learning_rate(self.config, self.before.step),
+            betas=(0.9, 0.95),
+            eps=1e-8,
+        )
+        for name, weight in weights.items():
+            weight.grad = gradients[name]
+            optimizer.state[weight] = {
+                "step": torch.tensor(float(self.before.step)),
+                "exp_avg": self.before.first_moments[name].clone(),
+                "exp_avg_sq": self.before.second_moments[name].clone(),
+            }
+        optimizer.step()
+        return {name: weight.detach() for name, weight in weights.items()}
+
+
+def narrow_steps(
+    config: RunConfig, shape: ModelShape, states: Sequence[Snapshot], loss_scale: float = 1.0
+) -> list[NarrowOutcome]:
+    """Load serial states one after another and make a step after each."""
+    run = NarrowSerialRun(shape, config, loss_scale)
+    found = []
+    for before in states:
+        run.load(before)
+        outcome = run.step()
+        found.append(NarrowOutcome(outcome, {} if run.scales is None else run.scales.scales()))
+    return found
