@@ -63,6 +63,15 @@ def test_every_guard_keeps_every_law(name, history):
         law(GUARDS[name], history)
 
 
+@pytest.mark.parametrize("name", GUARDS)
+def test_states_stay_json_however_large_a_finite_value_is(name):
+    history = [Report(at, loss=1e300 if at % 5 else 1.0, norm=1e300) for at in range(60)]
+    quiet = [Report(at, loss=0.0, norm=0.0) for at in range(60)]
+
+    for law in GUARD_LAWS:
+        law(GUARDS[name], [*quiet, *history])
+
+
 @pytest.mark.parametrize("signal", ["loss", "norm"])
 def test_a_value_far_above_the_running_median_is_a_spike_at_once(signal):
     values = {"loss": 2.0, "norm": 1.0, signal: 3.0}

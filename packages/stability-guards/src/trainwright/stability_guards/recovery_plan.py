@@ -19,12 +19,12 @@ class BatchSource(Protocol):
 
     @property
     def position(self) -> int:
-        """Data position of the next batch: everything before was read or left out."""
+        """Data position behind the batch handed out last, whatever has been read ahead."""
         ...
 
     @property
     def last(self) -> Positions:
-        """Positions of the batch that was read last."""
+        """Positions of the batch that was handed out last, the one that is judged next."""
         ...
 
     def seek(self, position: int, left_out: Positions) -> None:

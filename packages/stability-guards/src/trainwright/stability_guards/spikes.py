@@ -19,12 +19,15 @@ from trainwright.stability_guards.running import (
 )
 
 _LEAST_SPREAD = 1e-3  # of the median: a signal that hardly moves must not cry at rounding
+_MOST_SCORE = 1e12
 
 
 def score_of(values: Mapping[str, Any], value: float) -> float:
     """Return how many spreads ``value`` is above the median of a window of values."""
     median = median_of(values)
-    return (value - median) / max(spread_of(values), _LEAST_SPREAD * abs(median), 1e-30)
+    score = (value - median) / max(spread_of(values), _LEAST_SPREAD * abs(median), 1e-30)
+    # States are JSON, which has no infinity.
+    return min(score, _MOST_SCORE)
 
 
 @attrs.frozen
