@@ -12,8 +12,9 @@ import torch
 from trainwright.collectives import Communicator, random
 from trainwright.sharding import Mesh, MeshShape
 from trainwright.sharding.expert import Routing
-from trainwright.sharding.expert.exchange import Trip, combine, dispatch, plan_trip
+from trainwright.sharding.expert.exchange import combine, dispatch
 from trainwright.sharding.expert.ranks import ExpertRanks
+from trainwright.sharding.expert.trip import Trip, plan_trip
 
 
 @attrs.frozen

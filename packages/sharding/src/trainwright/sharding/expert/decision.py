@@ -8,11 +8,11 @@ import attrs
 import torch
 
 from trainwright.sharding.expert.capacity import drop_late_choices
-from trainwright.sharding.expert.exchange import Trip, plan_trip
 from trainwright.sharding.expert.ranks import ExpertRanks
 from trainwright.sharding.expert.routing import Routing
 from trainwright.sharding.expert.statistics import Counts, start_counting
 from trainwright.sharding.expert.tokens import Tokens
+from trainwright.sharding.expert.trip import Trip, plan_trip
 
 
 @attrs.frozen(eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from trainwright.collectives import Communicator
+from trainwright.sharding.expert.scratch import Scratch
 from trainwright.sharding.mesh import Mesh
 
 
@@ -22,6 +23,7 @@ class ExpertRanks:
         cp_size: Ranks that cut a sequence.
         regroups: Whether rows are brought into the order of the experts, so that one kernel can
             multiply them all; otherwise they stay in the order in which they came, by rank.
+        scratch: Memory for rows that are on their way, shared by the layers over a mesh.
     """
 
     ep: Communicator
@@ -31,10 +33,15 @@ class ExpertRanks:
     sequence: Communicator
     cp_size: int
     regroups: bool
+    scratch: Scratch
 
     @classmethod
     def of(cls, mesh: Mesh) -> ExpertRanks:
-        """Return those of this rank."""
+        """Return those of this rank, the same for all layers over a mesh."""
+        return mesh.shared("experts", lambda: cls._make(mesh))
+
+    @classmethod
+    def _make(cls, mesh: Mesh) -> ExpertRanks:
         return cls(
             mesh.communicator("ep"),
             mesh.communicator("etp"),
@@ -43,4 +50,5 @@ class ExpertRanks:
             mesh.communicator("cp", "tp"),
             mesh.size("cp"),
             regroups=mesh.world.device.type != "cpu",
+            scratch=Scratch(),
         )

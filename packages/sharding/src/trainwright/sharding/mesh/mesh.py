@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from trainwright.collectives import Communicator, SingleCommunicator
 from trainwright.sharding.errors import ShardingError
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _ENDS = "pp_ends"
+
+_T = TypeVar("_T")
 
 
 class Mesh:
@@ -49,6 +51,7 @@ class Mesh:
         self._places = shape.places(world.rank)
         self._communicators = _split_all(world, shape)
         self._ends = _split_ends(world, shape)
+        self._shared: dict[str, Any] = {}
 
     @classmethod
     def from_device_mesh(
@@ -183,6 +186,12 @@ class Mesh:
             return self._communicator_of_ends()
         return self._communicators[self._shape.ordered(axes)]
 
+    def shared(self, name: str, make: Callable[[], _T]) -> _T:
+        """Return what all layers over this mesh share under a name, made when first asked for."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        return cast(_T, self._shared[name])
+
     def _communicator_of_ends(self) -> Communicator:
         if self._ends is None:
             raise ShardingError(
@@ -204,6 +213,7 @@ class Mesh:
         mesh._places = part.shape.places(mesh._world.rank)
         mesh._communicators = {axes: joining(part.here(axes)) for axes in _products()}
         mesh._ends = single if part.shape.pp == 1 else self._ends
+        mesh._shared = {}
         return mesh
 
     def __repr__(self) -> str:
