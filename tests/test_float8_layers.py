@@ -88,6 +88,10 @@ class Case:
         return Cut.joined(Cut.even(len(self.sizes), len(self.sizes)).scaled(unit), last)
 
     @property
+    def steps(self):
+        return STEPS if self.recipe.history_length else 1
+
+    @property
     def shape(self):
         return (40, self.cut.size) if self.kind == "row" else (self.cut.size, 40)
 
@@ -188,7 +192,7 @@ def run_once(model, input, gradient, case):
 
 def train(model, batches, operands, case, end_step):
     found = []
-    for step in range(STEPS):
+    for step in range(case.steps):
         for input, gradient in batches(step):
             given = input.clone().requires_grad_()
             model.zero_grad()
@@ -355,7 +359,7 @@ def test_operands_of_cut_layers_are_parts_of_those_of_one_rank(recipe, monkeypat
                 assert_same_parts(result[0], whole[0], parts)
         for number in range(case.dp):
             group = [r for r in ranks if r[2].coordinate("dp") == number]
-            for step in range(STEPS):
+            for step in range(case.steps):
                 found = [(*results[step], parts) for results, _, _, parts in group]
                 assert_results(case, found, expected[step * case.dp + number])
 

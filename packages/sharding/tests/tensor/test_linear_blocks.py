@@ -109,10 +109,11 @@ def test_a_block_in_parallel_is_the_plain_block(plan, size, kind, enters, length
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
     norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
     count = sum(gradient.numel() for gradient in gradients.values())
+    # A gradient may cancel to much less than its terms.
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
     for _, _, found, own_norm, norm_of_ones in results:
         for name, gradient in gradients.items():
             part, spec = found[name]
-            scale = float(gradient.abs().max())
             expected_part = spec.extract(gradient).view(part.shape)
             assert_close(name, part, expected_part, terms=TERMS, scale=scale)
         assert own_norm == pytest.approx(norm, rel=1e-11)

@@ -32,7 +32,8 @@ def convert_linears(
     `trainwright.sharding.tensor` do, stay and are given theirs; over which ranks their features are
     cut they say themselves. Parameters stay the same objects under the same names, so that
     optimizers, ties and state dicts keep hold of them. A module that reads its child's weight past
-    the child's forward, as `torch.nn.MultiheadAttention` does, multiplies as before.
+    the child's forward, as `torch.nn.MultiheadAttention` does, multiplies as before. Whatever looks
+    for layers, such as units of sharded data parallelism, is best set up afterwards.
 
     Args:
         model: whose layers are changed; no `torch.nn.Linear` itself.

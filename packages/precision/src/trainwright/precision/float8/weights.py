@@ -23,8 +23,8 @@ class Float8Codec:
 
     What is decoded is, bit for bit, what the whole weight gives that is quantised by
     `Current` with this format and ``power_of_two``, rounded to the weight's dtype. With powers of
-    two it is also what a product that quantises it again multiplies by, so that `Float8Linear`
-    computes what it computes with the weight itself: powers of two are the default.
+    two, the default, nothing is rounded, and a product under ``Current(power_of_two=True)``, which
+    quantises it again, multiplies what it would of the weight itself. Other recipes round twice.
 
     Args:
         format: of the codes.
