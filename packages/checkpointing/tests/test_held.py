@@ -113,6 +113,19 @@ def test_a_tensor_that_several_operators_save_is_held_once():
     assert y.requires_grad
 
 
+def test_parts_of_one_storage_are_held_together_and_come_back_together():
+    keeper = offload_to_cpu()
+    x = torch.randn(4, 6, requires_grad=True)
+    with measure([x]) as device, holding(keeper, [x]):
+        q, k, v = (x * 2).view(4, 3, 2).unbind(1)
+        y = (q * k).sum() + (v * q).sum()
+    assert keeper.storage.held_bytes == 4 * 6 * 4
+    y.backward()
+    assert device.peak_bytes == 4 * 6 * 4
+    q, k, v = (x.detach() * 2).view(4, 3, 2).unbind(1)
+    assert torch.equal(x.grad, 2 * torch.stack([k + v, q, q], 1).view(4, 6))
+
+
 def test_parameters_and_buffers_stay_where_they_are():
     keeper = offload_to_cpu()
     layer = nn.Sequential(nn.Linear(8, 8, bias=False))
@@ -233,8 +246,9 @@ def test_bfloat16_obeys_the_laws_of_codecs(law, dtype):
     generator = torch.Generator().manual_seed(3)
     for scale in (1e-7, 1.0, 3e4):
         law(CastBFloat16(), (torch.randn(5, 7, generator=generator) * scale).to(dtype))
-    for odd in (torch.zeros(0), torch.tensor(1e-41), torch.full((2, 2), torch.finfo(dtype).max)):
-        law(CastBFloat16(), odd.to(dtype))
+    largest = torch.full((2, 2), torch.finfo(dtype).max, dtype=dtype)
+    for odd in (torch.zeros(0, dtype=dtype), torch.tensor(1e-41, dtype=dtype), largest):
+        law(CastBFloat16(), odd)
 
 
 CODECS = {"int8": BlockInt8(), "fp8": BlockFloat8(), "bf16": CastBFloat16()}

@@ -35,7 +35,7 @@ class CastBFloat16:
         if tensor.dtype not in _FLOATING:
             raise UsageError(f"CastBFloat16: encodes floating point, got {tensor.dtype}")
         flat = tensor.detach().reshape(-1)
-        return (flat.to(torch.bfloat16, copy=True),)
+        return (flat.new_empty(flat.numel(), dtype=torch.bfloat16).copy_(flat),)
 
     def decode(
         self, parts: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype
@@ -52,10 +52,12 @@ class CastBFloat16:
         wide = tensor.detach().double().abs()
         floor = numbers.smallest_normal * numbers.eps / 2
         bound = (wide * (numbers.eps / 2 + 2.0**-23)).clamp_min_(floor)
+        most = numbers.max
         if tensor.dtype is torch.float16:  # decoded to its own dtype, it is rounded again
             half = torch.finfo(torch.float16)
             bound += (wide * half.eps).clamp_min_(half.smallest_normal * half.eps)
-        return bound.masked_fill_(~(wide <= numbers.max), float("inf"))
+            most = 65280.0  # the next number of bfloat16 is more than float16 holds
+        return bound.masked_fill_(~(wide <= most), float("inf"))
 
 
 @attrs.frozen(eq=False)

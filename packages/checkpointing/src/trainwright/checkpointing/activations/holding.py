@@ -17,6 +17,7 @@ from trainwright.checkpointing.errors import PolicyError, ReplayError
 from trainwright.checkpointing.protocol import Held, Keeper, LayerRunner
 
 from .measure import SavedBytes, StorageSet, tracker
+from .strided import has_gaps, whole_of
 
 _HOLDING: contextvars.ContextVar[Holding | None] = contextvars.ContextVar(
     "trainwright_holding", default=None
@@ -46,10 +47,15 @@ class Holding:
         # Weak: what is held lives as long as the graph, not as this object.
         self._known: dict[_Identity, tuple[weakref.ref[Any], weakref.ref[_Shared]]] = {}
 
-    def hold(self, tensor: torch.Tensor) -> _Shared | _AsItIs:
+    def hold(self, tensor: torch.Tensor) -> _Shared | _AsItIs | _View:
         """Return what is kept of ``tensor``."""
         if tensor.layout != torch.strided or tensor.untyped_storage() in self._excluded:
             return self._as_it_is(tensor)
+        if has_gaps(tensor):
+            # Others have their elements in between, as queries among keys: all are held together.
+            whole = self.hold(whole_of(tensor.detach()))
+            offset = int(tensor.storage_offset())
+            return _View(whole, tuple(tensor.shape), tensor.stride(), offset)
         identity = _identity(tensor)
         known = self._known.get(identity)
         # The number of a storage that is gone may be given to another one.
@@ -69,7 +75,7 @@ class Holding:
         """Return the hooks by which autograd asks."""
         return saved_tensors_hooks(self.hold, _restore)
 
-    def _as_it_is(self, tensor: torch.Tensor) -> _Shared | _AsItIs:
+    def _as_it_is(self, tensor: torch.Tensor) -> _Shared | _AsItIs | _View:
         if self._otherwise is not None:
             return self._otherwise.hold(tensor)
         if self._tracker is not None:
@@ -86,18 +92,25 @@ class _Shared:
     def __init__(self, held: Held, counter: SavedBytes | None) -> None:
         self._held = held
         self._tracker = counter
-        self._restored: weakref.ref[torch.Tensor] | None = None
+        # By its storage: views of a restored tensor keep that alive, and not the tensor.
+        self._restored: tuple[weakref.ref[torch.UntypedStorage], _Identity] | None = None
         if counter is not None:
             counter.note(*held.resident)
 
     def restore(self) -> torch.Tensor:
-        restored = None if self._restored is None else self._restored()
-        if restored is None:
-            with torch.no_grad():
-                restored = self._held.restore()
-            self._restored = weakref.ref(restored)
-            if self._tracker is not None:
-                self._tracker.note(restored)
+        if self._restored is not None:
+            storage, (device, dtype, *place) = self._restored[0](), self._restored[1]
+            if storage is not None:
+                return torch.empty(0, dtype=dtype, device=device).set_(storage, *place)
+        with torch.no_grad():
+            restored = self._held.restore()
+        layout = (restored.storage_offset(), tuple(restored.shape), restored.stride())
+        self._restored = (
+            weakref.ref(restored.untyped_storage()),
+            (restored.device, restored.dtype, *layout),
+        )
+        if self._tracker is not None:
+            self._tracker.note(restored)
         return restored
 
 
@@ -116,6 +129,19 @@ class _AsItIs:
                 "copy, or finish backward before the update"
             )
         return self.tensor
+
+
+@attrs.frozen(eq=False)
+class _View:
+    """A tensor as a part of a held storage."""
+
+    whole: _Shared | _AsItIs | _View
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def restore(self) -> torch.Tensor:
+        return self.whole.restore().as_strided(self.shape, self.stride, self.offset)
 
 
 @contextmanager
@@ -180,7 +206,7 @@ def hold_by(runner: LayerRunner, keeper: Keeper) -> HeldLayers:
     return HeldLayers(runner, keeper)
 
 
-def _restore(kept: _Shared | _AsItIs) -> torch.Tensor:
+def _restore(kept: _Shared | _AsItIs | _View) -> torch.Tensor:
     return kept.restore()
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 import torch
+
+
+_LARGEST_WHOLE = 16
 
 
 @attrs.frozen
@@ -48,6 +53,26 @@ class Strided:
     def spread(self, elements: torch.Tensor) -> torch.Tensor:
         """Return the whole tensor as a view of ``elements``."""
         return elements.expand(self.shape)
+
+
+def has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that `is_plain` leaves out elements between its own, as a part of a whole.
+
+    A small part, such as a few columns of a workspace, is not taken for one.
+    """
+    if not tensor.numel() or not is_plain(tensor):
+        return False
+    dims = [(n, stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    span = 1 + sum((size - 1) * stride for size, stride in dims)
+    count = math.prod(size for size, _ in dims)
+    length, rest = divmod(tensor.untyped_storage().nbytes(), tensor.element_size())
+    return not rest and span > count and length <= _LARGEST_WHOLE * count
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all elements of a tensor's storage as a row."""
+    length = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((length,), (1,), 0)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
