@@ -24,6 +24,7 @@ from trainwright.precision.float8 import (
     Delayed,
     Mx,
     PerRow,
+    Scope,
     convert_linears,
     products,
 )
@@ -41,6 +42,7 @@ from trainwright.sharding.testing import assert_close, load_plain_, mesh_of
 
 BATCH, LENGTH, STEPS = 2, 6, 2
 UNITS = {Delayed(history=2): 3, Current(): 5, PerRow(): 3, Blockwise(): 128, Mx(): 32}
+WITHOUT_BLOCKS = (Delayed(history=2), Current(), PerRow())
 # The dims of both operands of the three products: first one, then the one that is summed over.
 DIMS = (("MI", "OI"), ("MO", "IO"), ("OM", "IM"))
 
@@ -61,6 +63,7 @@ class Case:
         kept: "off", or what is kept of cut sequences: "shards" or "whole".
         entered: Whether a column's input is entered before.
         way: "whole" backward, "split", or "again": recomputed.
+        cp: Ranks with a part of each sequence.
     """
 
     recipe: object
@@ -70,6 +73,11 @@ class Case:
     kept: str = "off"
     entered: bool = False
     way: str = "whole"
+    cp: int = 1
+
+    @property
+    def length(self):
+        return LENGTH // self.cp
 
     @property
     def cut(self):
@@ -99,7 +107,7 @@ class Case:
     def sequence(self):
         if self.kept == "off":
             return None
-        return SequenceSharding(keeps_whole=self.kept == "whole", length=LENGTH)
+        return SequenceSharding(keeps_whole=self.kept == "whole", length=self.length)
 
     def plain(self):
         rows, columns = self.shape
@@ -221,18 +229,20 @@ def serial(case, operands):
 class Parts:
     """This rank's part of inputs, gradients and their like."""
 
-    def __init__(self, case, tp):
-        self.case, self.tp = case, tp
-        sequence = Cut.whole(LENGTH, tp.size)
+    def __init__(self, case, mesh):
+        self.case, self.tp = case, mesh.communicator("tp")
+        self.cp, tp = mesh.communicator("cp"), self.tp
+        self.first = self.cp.rank * case.length
+        sequence = Cut.whole(case.length, tp.size)
         if case.kept != "off":
-            sequence = Cut.uneven(LENGTH, tp.size)
+            sequence = Cut.uneven(case.length, tp.size)
         is_row = case.kind == "row"
         features, whole = (-1, case.cut), (1, sequence)
         self.input, self.output = (features, whole) if is_row else (whole, features)
 
     def of_input(self, tensor):
         dim, cut = self.input
-        return cut.take(tensor, dim, self.tp.rank)
+        return cut.take(tensor.narrow(1, self.first, self.case.length), dim, self.tp.rank)
 
     def of_output(self, tensor):
         dim, cut = self.output
@@ -240,6 +250,7 @@ class Parts:
 
     def of_gradient(self, gradient):
         """Return what arrives at this rank: of shared rows one term."""
+        gradient = gradient.narrow(1, self.first, self.case.length)
         if self.case.kind != "key_value" or self.tp.size == 1:
             return self.of_output(gradient)
         # Every rank has a term of the first head.
@@ -255,6 +266,10 @@ class Parts:
         for dim, name in enumerate(dims):
             if name == ("I" if self.case.kind == "row" else "O"):
                 tensor = self.case.cut.take(tensor, dim, self.tp.rank)
+            if name == "M":
+                tokens = tensor.unflatten(dim, (BATCH, LENGTH))
+                tensor = tokens.narrow(dim + 1, self.first, self.case.length)
+                tensor = tensor.flatten(dim, dim + 1)
         return tensor
 
     def counted(self, tensor, dims):
@@ -266,12 +281,13 @@ class Parts:
 
 
 def parallel(case, operands, world):
-    mesh = Mesh(world, MeshShape(dp=case.dp, tp=len(case.sizes)))
-    tp = mesh.communicator("tp")
-    layer, parts = case.layer(tp), Parts(case, tp)
+    mesh = Mesh(world, MeshShape(dp=case.dp, cp=case.cp, tp=len(case.sizes)))
+    tp, parts = mesh.communicator("tp"), Parts(case, mesh)
+    layer = case.layer(tp)
     model = nn.Sequential(layer)
     load_plain_(model, case.plain().state_dict(), mesh_of(tp))
-    state = convert_linears(model, case.recipe, keep_ends=False)
+    scope = Scope(tokens=mesh.communicator("cp"))
+    state = convert_linears(model, case.recipe, keep_ends=False, scope=scope)
 
     class Entering(nn.Module):
         def forward(self, hidden):
@@ -303,14 +319,14 @@ def assert_same_parts(found, expected, parts):
 
 def assert_results(case, found, expected):
     """Claim that outputs and gradients of one step and microbatch are the serial ones."""
-    outputs, inputs, own = ([result[n] for result in found] for n in (1, 2, 3))
     terms = 4 * max(*case.shape, BATCH * LENGTH)
-    parts = found[0][4]
-    cut, dim = parts.output[1], parts.output[0]
-    assert_close("output", cut.join(outputs, dim), expected[1], terms=terms)
-    cut, dim = parts.input[1], parts.input[0]
-    assert_close("input gradient", cut.join(inputs, dim), expected[2], terms=terms)
-    weights = [gradients[0] for gradients in own]
+    size = len(case.sizes)
+    # Ranks of one part of a sequence lie side by side.
+    by_cp = [found[first : first + size] for first in range(0, len(found), size)]
+    for n, (dim, cut) in ((1, found[0][4].output), (2, found[0][4].input)):
+        joined = [cut.join([result[n] for result in group], dim) for group in by_cp]
+        assert_close(f"result {n}", torch.cat(joined, 1), expected[n], terms=terms)
+    weights = [sum(result[3][0] for result in ranks) for ranks in zip(*by_cp, strict=True)]
     if case.kind == "key_value":
         weight = sum(weights)
     else:
@@ -329,6 +345,7 @@ def cases(draw, recipe):
         draw(st.sampled_from(["off", "shards", "whole"])),
         draw(st.booleans()),
         draw(st.sampled_from(["whole", "split", "again"])),
+        draw(st.integers(1, 2)) if recipe in WITHOUT_BLOCKS and size < 3 else 1,
     )
 
 
@@ -341,11 +358,12 @@ def test_operands_of_cut_layers_are_parts_of_those_of_one_rank(recipe, monkeypat
     @example(Case(recipe, "column", (2, 1), 1, "whole", False, "again"))
     @example(Case(recipe, "row", (1, 1, 1), 1, "shards"))
     @example(Case(recipe, "key_value", (1, 1, 1), 2, "off", True, "split"))
+    @example(Case(recipe, "column", (1, 1), 1, "shards", cp=1 + (recipe in WITHOUT_BLOCKS)))
     @given(cases(recipe))
     def check(case):
         expected, whole_state = serial(case, operands)
 
-        ranks = LocalWorld(case.dp * len(case.sizes)).run(
+        ranks = LocalWorld(case.dp * case.cp * len(case.sizes)).run(
             lambda world: parallel(case, operands, world)
         )
 
