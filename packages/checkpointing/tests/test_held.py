@@ -303,6 +303,27 @@ def test_only_floating_point_that_gets_smaller_is_compressed():
         Compress("int8")
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_statistics_of_rows_are_not_compressed(fused):
+    held = []
+
+    class Noting:
+        def hold(self, tensor):
+            held.append(tuple(tensor.shape))
+            return None
+
+    x = torch.randn(2, 4, 32, 3 * 8, requires_grad=True)
+    q, k, v = (x * 1).chunk(3, -1) if fused else [x[..., :8].clone() for _ in range(3)]
+    with measure() as kept, holding(Compress(BlockFloat8(), then=Noting(), min_bytes=0)):
+        y = F.scaled_dot_product_attention(q, k, v)
+        z = F.layer_norm(y, (8,))
+
+    assert held.count((2, 4, 32)) == 1  # the log-sum-exp, as it is
+    assert held.count((2, 4, 32, 1)) == 2  # mean and deviation
+    assert kept.live_bytes < 6 * 2 * 4 * 32 * 8 * 2
+    z.sum().backward()
+
+
 def test_values_that_are_not_finite_are_never_restored_as_finite_ones():
     x = torch.ones(4, 64)
     x[1, 3] = float("nan")

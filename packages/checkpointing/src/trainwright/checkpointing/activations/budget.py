@@ -177,6 +177,11 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         self.num_bytes = 0
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled units run compiled."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -203,7 +208,7 @@ def _bytes_of(value: Any) -> int:
 def _kind_of(layers: tuple[nn.Module, ...], hidden: Any) -> tuple[Any, ...]:
     tensors = [each for each in tree_leaves(hidden) if isinstance(each, torch.Tensor)]
     return (
-        len(layers),
+        [(type(layer).__name__, id(layer)) for layer in layers],
         [(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors],
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),

@@ -91,12 +91,14 @@ class Compress:
     """Keeper of floating-point tensors in the form that a codec gives them.
 
     Tensors that the codec would not make smaller stay as they are, and so do those of other
-    dtypes, such as masks and indices, and those of one number a row or less, such as the statistics
-    of norms, whose bytes are few and whose errors would count for a whole row.
+    dtypes, such as masks and indices, and statistics: tensors of one number for each row of one
+    that was saved before, as norms and attention kernels save. Their bytes are few, and an error
+    would count for a whole row.
 
     Args:
         codec: Such as `trainwright.collectives.codec.BlockInt8`.
-        then: Holds the encoded parts; None keeps them where they are.
+        then: Holds the encoded parts, and tensors that are not encoded; None keeps them where they
+            are.
         min_bytes: Smaller tensors stay as they are.
     """
 
@@ -109,8 +111,19 @@ class Compress:
         if isinstance(value, type) or not isinstance(value, Codec):
             raise PolicyError(f"Compress needs a codec, such as BlockInt8(), got {value!r}")
 
-    def hold(self, tensor: torch.Tensor) -> HeldEncoded | None:
-        """Return the tensor encoded, or None where it stays as it is."""
+    def hold(self, tensor: torch.Tensor) -> Held | None:
+        """Return the tensor encoded, or as ``then`` holds it; None where it stays as it is."""
+        encoded = self._encoded(tensor)
+        if encoded is None:
+            return self.hold_exactly(tensor)
+        parts = [self.hold_exactly(part) or part for part in encoded]
+        return HeldEncoded(self.codec, Strided.of(tensor), tuple(parts))
+
+    def hold_exactly(self, tensor: torch.Tensor) -> Held | None:
+        """Return the tensor as ``then`` holds it, for one that must not lose anything."""
+        return None if self.then is None else self.then.hold(tensor)
+
+    def _encoded(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         size = tensor.numel() * tensor.element_size()
         if tensor.dtype not in _FLOATING or size < self.min_bytes or not is_plain(tensor):
             return None
@@ -118,17 +131,10 @@ class Compress:
             return None
         if isinstance(self.codec, CastBFloat16) and tensor.dtype not in _WIDER:
             return None
-        layout = Strided.of(tensor)
-        elements = layout.take(tensor)
+        elements = Strided.of(tensor).take(tensor)
         encoded = self.codec.encode(elements)
         kept = sum(part.numel() * part.element_size() for part in encoded)
-        if kept >= elements.numel() * elements.element_size():
-            return None
-        return HeldEncoded(self.codec, layout, tuple(map(self._hold_part, encoded)))
-
-    def _hold_part(self, part: torch.Tensor) -> torch.Tensor | Held:
-        held = None if self.then is None else self.then.hold(part)
-        return part if held is None else held
+        return encoded if kept < elements.numel() * elements.element_size() else None
 
 
 def codec_named(text: str) -> Codec:

@@ -44,6 +44,7 @@ class Holding:
         self._otherwise = otherwise
         self._excluded = StorageSet(excluded)
         self._tracker = tracker()
+        self._rows: set[tuple[int, ...]] = set()
         # Weak: what is held lives as long as the graph, not as this object.
         self._known: dict[_Identity, tuple[weakref.ref[Any], weakref.ref[_Shared]]] = {}
 
@@ -51,11 +52,15 @@ class Holding:
         """Return what is kept of ``tensor``."""
         if tensor.layout != torch.strided or tensor.untyped_storage() in self._excluded:
             return self._as_it_is(tensor)
+        shape = tuple(tensor.shape)
+        # One number for each row of another tensor: an error in it would count for the row.
+        is_statistics = shape in self._rows
+        self._rows.add(shape[:-1])
         if has_gaps(tensor):
             # Others have their elements in between, as queries among keys: all are held together.
             whole = self.hold(whole_of(tensor.detach()))
             offset = int(tensor.storage_offset())
-            return _View(whole, tuple(tensor.shape), tensor.stride(), offset)
+            return _View(whole, shape, tensor.stride(), offset)
         identity = _identity(tensor)
         known = self._known.get(identity)
         # The number of a storage that is gone may be given to another one.
@@ -64,7 +69,10 @@ class Holding:
             if shared is not None:
                 return shared
         with torch.no_grad():
-            held = self._keeper.hold(tensor.detach())
+            hold = self._keeper.hold
+            if is_statistics:
+                hold = getattr(self._keeper, "hold_exactly", hold)
+            held = hold(tensor.detach())
         if held is None:
             return self._as_it_is(tensor)
         shared = _Shared(held, self._tracker)

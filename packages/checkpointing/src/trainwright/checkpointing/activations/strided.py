@@ -7,7 +7,6 @@ import math
 import attrs
 import torch
 
-
 _LARGEST_WHOLE = 16
 
 
