@@ -76,7 +76,8 @@ FAULTS_OF_GRADIENTS = (
         "the gradient of a row product's output is summed though every rank has it whole",
         f"{TENSOR}/products.py",
         "    return apply_function(_SumInPlace, terms, tp)",
-        "    return differentiable.replicate_to_partial(apply_function(_SumInPlace, terms, tp), tp)",
+        "    terms = apply_function(_SumInPlace, terms, tp)\n"
+        "    return differentiable.replicate_to_partial(terms, tp)",
         (f"{TESTS}/test_tensor_layers.py", "-k", "row_parallel_linear"),
     ),
     Fault(
