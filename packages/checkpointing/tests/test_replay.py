@@ -125,13 +125,27 @@ def test_randomness_that_cannot_be_replayed_is_an_error_where_it_is_verified():
         y.sum().backward()
 
 
-def test_hidden_generators_are_an_error_where_it_is_verified():
-    hidden = {"g": torch.Generator().manual_seed(0)}
+HIDDEN = {"generator": torch.Generator()}
 
+
+def test_a_generator_that_nothing_leads_to_is_an_error_of_the_forward():
     def draws(x):
-        return x.sin() * (torch.rand(40, generator=hidden["g"]) > 0.5) * x
+        return x.sin() * torch.bernoulli(torch.full((3,), 0.5), generator=HIDDEN["generator"]) * x
 
-    y = recompute(draws, verify=True)(torch.ones(40, requires_grad=True))
+    x = torch.ones(3, requires_grad=True)
+    for policy in (recompute_all(), selective(), recompute_sqrt()):
+        with pytest.raises(ReplayError, match="bernoulli draws from a generator that"):
+            policy([draws], x)
+
+
+def test_hidden_generators_that_later_runs_draw_from_are_an_error_where_it_is_verified():
+    def draws(x, late):
+        mask = torch.rand(40, generator=HIDDEN["generator"]) > 0.5 if late else 1
+        return x.sin() * mask * x
+
+    call = recompute(draws, verify=True)
+    call(torch.ones(40, requires_grad=True), late=False).sum().backward()
+    y = call(torch.ones(40, requires_grad=True), late=True)
     with pytest.raises(ReplayError, match="hidden generator"):
         y.sum().backward()
 

@@ -11,6 +11,8 @@ from torch.utils._device import DeviceContext
 
 from trainwright.checkpointing.protocol import Reenter
 
+from .hidden_generators import GeneratorWatch
+
 
 def capture_function_modes() -> Reenter:
     """Capture the `TorchFunctionMode`s that are active, so that a recomputation runs under them.
@@ -18,7 +20,8 @@ def capture_function_modes() -> Reenter:
     A mode that is still active when the backward runs is not entered a second time. The device
     context of ``with torch.device(...)`` is left to PyTorch, which brings it back itself.
     """
-    modes = [mode for mode in _active_modes() if not isinstance(mode, DeviceContext)]
+    passing = (DeviceContext, GeneratorWatch)
+    modes = [mode for mode in _active_modes() if not isinstance(mode, passing)]
 
     def reenter() -> AbstractContextManager[object]:
         active = _active_modes()

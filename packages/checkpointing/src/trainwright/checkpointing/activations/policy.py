@@ -12,6 +12,7 @@ from torch import nn
 from trainwright.checkpointing.errors import PolicyError
 from trainwright.checkpointing.protocol import Capture, Keeper
 
+from .hidden_generators import Watched
 from .reach import Segment
 from .recompute import Recomputed, as_captures
 
@@ -59,6 +60,7 @@ class RecomputeEvery:
     early_stop: bool = attrs.field(default=True, kw_only=True)
     inputs: Keeper | None = attrs.field(default=None, kw_only=True)
     verify: bool = attrs.field(default=False, kw_only=True)
+    watched: Watched = attrs.field(factory=Watched, init=False, eq=False, repr=False)
 
     @num_layers.validator
     def _check_num_layers(self, attribute: object, value: object) -> None:
@@ -87,6 +89,7 @@ def recomputed(segment: Segment, policy: RecomputeEvery) -> Recomputed:
         early_stop=policy.early_stop,
         inputs=policy.inputs,
         verify=policy.verify,
+        watched=policy.watched,
     )
 
 

@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from trainwright.checkpointing.protocol import Capture, Keeper
 
 from .arguments import take_apart
+from .hidden_generators import Watched
 from .holding import Holding, current_holding
 from .kept_operators import KeptOperators
+from .reach import Segment
 from .region import Region, RegionOptions
 
 
@@ -47,13 +49,16 @@ class Recomputed:
             the last kept tensor then runs once, not twice; ``function`` and captured contexts are
             left by an exception of PyTorch's, which they must let pass.
         inputs: Holds the tensors of the first argument, such as `keep_shards`; None leaves them.
+        watched: Functions of which a first run was watched for generators that are not found; a
+            policy hands its own to all it recomputes.
         verify: Compare each recomputed tensor with the forward's, bit by bit, so that whatever is
             not replayed is an error and not a wrong gradient; costs a pass over each.
 
     Buffers of modules are as they were at the forward, and what the recomputation writes to them is
     thrown away: running statistics are updated once. What `decide_once` returned is used again. Not
     replayed are other effects (a counter that is no buffer is increased twice), and random numbers
-    of Python, numpy and generators that cannot be seen, unless `decide_once` draws them.
+    of Python and numpy, unless `decide_once` draws them. A generator that is not found is an error
+    of the first run.
 
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174).
     """
@@ -64,12 +69,14 @@ class Recomputed:
     early_stop: bool = attrs.field(default=True, kw_only=True)
     inputs: Keeper | None = attrs.field(default=None, kw_only=True)
     verify: bool = attrs.field(default=False, kw_only=True)
+    watched: Watched = attrs.field(factory=Watched, kw_only=True, eq=False, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return ``function(*args, **kwargs)``.
 
         Raises:
-            ReplayError: In the backward, if the recomputation would not see what the forward saw.
+            ReplayError: It draws from a generator that is not found. In the backward, if the
+                recomputation would not see what the forward saw.
             RuntimeError: In the backward, from PyTorch, if an argument tensor was changed in place,
                 or the recomputation made tensors of other shapes or dtypes than the forward.
         """
@@ -81,7 +88,9 @@ class Recomputed:
             return self.function(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         build = take_apart((args, kwargs), tensors)
-        options = RegionOptions(self.captures, self.preserve_rng_state, self.verify, kept)
+        whole = self.function
+        watch = self.watched.is_new(whole.layers if isinstance(whole, Segment) else [whole])
+        options = RegionOptions(self.captures, self.preserve_rng_state, self.verify, watch, kept)
         region = Region(self.function, options, (args, kwargs), build)
         # One positional argument a tensor: PyTorch saves those through autograd, whose version
         # counters notice changes. Keywords of the function cannot collide with checkpoint's own.

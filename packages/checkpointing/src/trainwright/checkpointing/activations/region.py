@@ -19,6 +19,7 @@ from .arguments import Build
 from .buffers import Buffers
 from .decisions import Decisions
 from .fingerprints import Fingerprints
+from .hidden_generators import GeneratorWatch
 from .kept_operators import KeptOperators
 from .measure import counting, tracker
 from .randomness import Randomness, generators_of
@@ -32,6 +33,7 @@ class RegionOptions:
     captures: tuple[Capture, ...]
     preserve_rng_state: bool
     verify: bool
+    watch: bool
     kept: KeptOperators | None
 
 
@@ -87,11 +89,13 @@ class Region:
             if not parameter.is_inference()
         ]
         buffers = Buffers(_modules(self._function))
-        randomness = None
+        randomness, generators = None, []
         if options.preserve_rng_state:
             generators = generators_of(self._function, (*args, *kwargs.values()))
             randomness = Randomness((tensor.device for tensor in tensors), generators)
         with ExitStack() as stack:
+            if options.watch and randomness is not None:
+                stack.enter_context(GeneratorWatch(generators))
             stack.enter_context(self._decisions.recording())
             if self._fingerprints is not None:
                 stack.enter_context(self._fingerprints.taking())
