@@ -1,7 +1,7 @@
 """The planner of chains is exact, keeps its promises, and says how much rounding may cost."""
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from trainwright.checkpointing.activations.planning import (
@@ -66,6 +66,7 @@ def test_no_plan_with_offload_compression_and_partial_layers_is_faster(costs):
 
 
 @pytest.mark.long
+@settings(max_examples=2)
 @given(chain_costs(6))
 def test_no_plan_of_six_layers_is_faster(costs):
     _claim_optimal(costs, FINE)

@@ -19,8 +19,6 @@ from .grid import cut
 from .plan import ChainPlan, Claims
 from .simulate import simulate_chain
 
-_TRIES = 12
-
 
 def plan_chain(costs: ChainCosts, budget_bytes: int, *, steps: int = 500) -> ChainPlan:
     """Return the fastest plan of a chain whose peak stays within a budget.
@@ -110,10 +108,15 @@ class _Search:
         top_above = grid.top - grid.up(offer.staging_bytes)
         if top_above >= 0:
             self._try(above, self._above, outer_above, top_above)
-        # With bytes rounded down plans are too large, but less so for a smaller budget.
-        for less in range(1, min(_TRIES, top) + 1):
-            if self._try(below, self._below, outer, top - less):
-                return
+        # With bytes rounded down plans are too large, but less so for a smaller budget: by at most
+        # a unit for each thing that is held. Look for the largest budget whose plan fits.
+        fails, fits = 0, min(top, 2 * len(costs.layers))
+        while fits - fails > 1:
+            middle = (fails + fits) // 2
+            if self._try(below, self._below, outer, top - middle):
+                fits = middle
+            else:
+                fails = middle
 
     def result(self) -> ChainPlan:
         """Return the best plan with its claims."""
