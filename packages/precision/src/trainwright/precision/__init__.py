@@ -5,10 +5,8 @@ from trainwright.precision.constant_scaling import (
     StaticLossScaler,
     UnitLossScaler,
 )
-from trainwright.precision.dynamic_scaling import (
-    DynamicLossScaler,
-    Hysteresis,
-)
+from trainwright.precision.deferred import Verdict
+from trainwright.precision.dynamic_scaling import DynamicLossScaler
 from trainwright.precision.errors import (
     LossScaleError,
     NotAvailableError,
@@ -39,6 +37,7 @@ from trainwright.precision.protocol import (
     SteppableOptimizer,
 )
 from trainwright.precision.rounded_weights import RoundedWeights
+from trainwright.precision.scale_settings import Hysteresis
 from trainwright.precision.weight_rounding import (
     KahanCompensation,
     StochasticRounding,
@@ -70,6 +69,7 @@ __all__ = [
     "SteppableOptimizer",
     "StochasticRounding",
     "UnitLossScaler",
+    "Verdict",
     "WeightRounding",
     "policy",
 ]

@@ -10,40 +10,23 @@ import numpy as np
 import torch
 
 from trainwright.collectives import Communicator
+from trainwright.precision.deferred import (
+    Counters,
+    ScaleOnDevice,
+    Verdict,
+    skips_by_itself,
+    step_unless,
+)
 from trainwright.precision.errors import LossScaleError, PrecisionError
 from trainwright.precision.gradients import first_non_finite
-from trainwright.precision.iteration import ScalerInALoop, positive_float32, to_float32
+from trainwright.precision.iteration import ScalerInALoop, Stage
 from trainwright.precision.protocol import SteppableOptimizer
-
-
-@attrs.frozen
-class Hysteresis:
-    """How many overflows the scale bears before it falls.
-
-    The overflow numbered ``overflows`` lowers it, and each that follows lowers it again, until the
-    count is refilled: when the scale grows, and, with ``refills``, at every clean step.
-
-    Args:
-        overflows: at least 1, which lowers the scale at every overflow.
-        refills: False counts overflows since the scale last grew, as Megatron-LM does; DeepSpeed
-            calls True ``consecutive_hysteresis``: only overflows in a row lower the scale.
-
-    Raises:
-        PrecisionError: the number of overflows is none, or ``refills`` no bool.
-    """
-
-    overflows: int = attrs.field()
-    refills: bool = attrs.field(default=False)
-
-    @overflows.validator
-    def _check_overflows(self, _: object, value: int) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PrecisionError(f"hysteresis must be a whole number from 1, got {value!r}")
-
-    @refills.validator
-    def _check_refills(self, _: object, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise PrecisionError(f"refills must be True or False, got {value!r}")
+from trainwright.precision.scale_settings import (
+    Hysteresis,
+    Settings,
+    positive_float32,
+    to_float32,
+)
 
 
 @final
@@ -86,17 +69,52 @@ class DynamicLossScaler(ScalerInALoop):
     ) -> None:
         super().__init__(init_scale, communicator, named_parameters)
         patience = hysteresis if isinstance(hysteresis, Hysteresis) else Hysteresis(hysteresis)
-        self._settings = _Settings(
+        self._settings = Settings(
             growth_factor, backoff_factor, growth_interval, patience.overflows, patience.refills
         )
         self._hysteresis_tracker = patience.overflows
         self._min_scale = min_scale
         self._growth_tracker = 0
+        self._ahead: ScaleOnDevice | None = None
         if not 0.0 <= min_scale <= self._scale:
             raise PrecisionError(
                 f"min_scale must be between 0 and init_scale, got min_scale={min_scale} with "
                 f"init_scale={init_scale}"
             )
+
+    def step_deferred(self, optimizer: SteppableOptimizer, *args: Any, **kwargs: Any) -> Verdict:
+        """Do what `step` does without waiting: the optimizer's own kernels skip.
+
+        Weights, moments and counts of steps are bit for bit those of `step`. The ``update`` that
+        follows does not wait either: the scale follows on the device. Reading it (`get_scale`,
+        `state_dict`, the counts of steps) waits. Optimizers that can skip by themselves are
+        `torch.optim.Adam` and ``AdamW`` with ``fused=True``, and `MasterWeights` of these that
+        keeps moments in float32; others are stepped by `step`, which waits.
+
+        Args:
+            optimizer: the optimizer to step.
+            *args: passed on to ``optimizer.step``.
+            **kwargs: passed on to ``optimizer.step``; a closure is refused.
+
+        Returns:
+            What is true where the update was applied, the same on every rank. Asked in the next
+            iteration, to step a learning-rate schedule, it makes nobody wait for long.
+
+        Raises:
+            ScalerOrderError: stepped twice without ``update``.
+            PrecisionError: a closure was given.
+
+        Communicates:
+            As `step` does.
+        """
+        if not skips_by_itself(optimizer):
+            applied = self.step(optimizer, *args, **kwargs)
+            return Verdict(torch.tensor(not applied))
+        pending = self._begin_step(optimizer, args, kwargs)
+        non_finite = self._decide_on_device()
+        step_unless(optimizer, non_finite, args, kwargs)
+        pending.stage, pending.deferred = Stage.STEPPED, True
+        return Verdict(non_finite)
 
     def update(self, new_scale: float | None = None) -> None:
         """End the iteration: count it, and adjust the scale by what its steps met.
@@ -106,8 +124,13 @@ class DynamicLossScaler(ScalerInALoop):
 
         Raises:
             ScalerOrderError: nothing was unscaled or stepped in this iteration.
-            LossScaleError: the scale fell below ``min_scale``; raised on every rank.
+            LossScaleError: the scale fell below ``min_scale``; raised on every rank. After
+                `step_deferred` by the update of the next iteration.
         """
+        if new_scale is None and any(pending.deferred for pending in self._pending.values()):
+            self._update_on_device()
+            return
+        self._settle()
         if new_scale is None:
             super().update()
             return
@@ -118,6 +141,7 @@ class DynamicLossScaler(ScalerInALoop):
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings, scale and counters as plain numbers; take it after ``update``."""
+        self._settle()
         return {
             **super().state_dict(),
             **attrs.asdict(self._settings),
@@ -137,19 +161,66 @@ class DynamicLossScaler(ScalerInALoop):
         own = {**attrs.asdict(self._settings), "min_scale": self._min_scale}
         optional = {key: own[key] for key in ("hysteresis", "hysteresis_refills", "min_scale")}
         state = {**optional, **state_dict}
-        names = [field.name for field in attrs.fields(_Settings)]
+        names = [field.name for field in attrs.fields(Settings)]
         missing = [key for key in [*names, "_growth_tracker"] if key not in state]
         if missing:
             raise PrecisionError(f"the state of a DynamicLossScaler must hold {missing}")
-        settings = _Settings(*(state[name] for name in names))
+        settings = Settings(*(state[name] for name in names))
         tracker = int(state["_growth_tracker"])
         left = int(state.get("_hysteresis_tracker", settings.hysteresis))
         min_scale = float(state["min_scale"])
         super().load_state_dict(state)
+        self._ahead = None
         self._settings = settings
         self._growth_tracker = tracker
         self._hysteresis_tracker = left
         self._min_scale = min_scale
+
+    def _scale_now(self) -> float | torch.Tensor:
+        return self._scale if self._ahead is None else self._ahead.scale(self._ahead.device)
+
+    def _scale_tensor(self, device: torch.device) -> torch.Tensor:
+        return super()._scale_tensor(device) if self._ahead is None else self._ahead.scale(device)
+
+    def _decide_on_device(self) -> torch.Tensor:
+        """Return one where a gradient of this iteration was not finite, on any rank, else zero."""
+        own = [pending for pending in self._pending.values() if not pending.agreed]
+        flags = [flag for pending in own for flag in pending.flags]
+        if own and self._communicator is not None:
+            flags = [self._agree(flags, self._communicator)]
+        flags.extend(f for p in self._pending.values() if p.agreed for f in p.flags)
+        if self._non_finite or not flags:
+            flags.append(torch.tensor(float(self._non_finite)))
+        stacked = torch.stack([flag.to(flags[0].device, torch.float32) for flag in flags])
+        non_finite = (stacked != 0).any().float()
+        for pending in self._pending.values():
+            pending.agreed, pending.flags = True, [non_finite]
+        return non_finite
+
+    def _update_on_device(self) -> None:
+        non_finite = self._decide_on_device()
+        if self._ahead is None:
+            self._ahead = ScaleOnDevice(self._counters(), non_finite.device)
+        elif self._ahead.arrived().failed:
+            self._settle()
+        self._ahead.advance(non_finite, self._settings, self._min_scale)
+        self._forget_iteration()
+
+    def _counters(self) -> Counters:
+        trackers = self._growth_tracker, self._hysteresis_tracker
+        return Counters(self._scale, *trackers, self._num_applied, self._num_skipped)
+
+    def _settle(self) -> None:
+        if self._ahead is None:
+            return
+        found, self._ahead = self._ahead.arrived(), None
+        self._set_scale(found.scale)
+        self._growth_tracker, self._hysteresis_tracker = found.growth, found.patience
+        self._num_applied, self._num_skipped = found.num_applied, found.num_skipped
+        if found.failed:
+            optimizers = [pending.optimizer for pending in self._pending.values()]
+            self._forget_iteration()
+            self._back_off(optimizers)
 
     def _adjust(self, non_finite: bool, optimizers: list[SteppableOptimizer]) -> None:
         if non_finite:
@@ -188,30 +259,3 @@ class DynamicLossScaler(ScalerInALoop):
             f"{self._min_scale}: gradients are not finite at any scale; {where}; look for a bad "
             "batch, a division by zero or a too high learning rate there, or use bfloat16"
         )
-
-
-@attrs.frozen
-class _Settings:
-    growth_factor: float = attrs.field()
-    backoff_factor: float = attrs.field()
-    growth_interval: int = attrs.field()
-    hysteresis: int = 1
-    hysteresis_refills: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        Hysteresis(self.hysteresis, self.hysteresis_refills)
-
-    @growth_factor.validator
-    def _check_growth_factor(self, _: object, value: float) -> None:
-        if not (1.0 < value < float("inf")):
-            raise PrecisionError(f"growth_factor must be above 1 and finite, got {value}")
-
-    @backoff_factor.validator
-    def _check_backoff_factor(self, _: object, value: float) -> None:
-        if not 0.0 < value < 1.0:
-            raise PrecisionError(f"backoff_factor must be between 0 and 1, got {value}")
-
-    @growth_interval.validator
-    def _check_growth_interval(self, _: object, value: int) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise PrecisionError(f"growth_interval must be a whole number from 1, got {value!r}")

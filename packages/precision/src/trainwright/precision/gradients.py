@@ -36,7 +36,7 @@ def named_gradients(
 
 def unscale_gradients_(
     optimizer: SteppableOptimizer,
-    scale: float,
+    scale: float | torch.Tensor,
     *,
     check: bool,
     allow_float16: bool = False,
@@ -45,7 +45,7 @@ def unscale_gradients_(
 
     Args:
         optimizer: owner of the gradients.
-        scale: what they were multiplied by.
+        scale: what they were multiplied by; a tensor where the host does not know it.
         check: whether to look for non-finite values in the same pass.
         allow_float16: whether float16 gradients may pass; dividing would flush them to zero.
 
@@ -64,14 +64,17 @@ def unscale_gradients_(
                 "wrap the optimizer in MasterWeights, or keep float32 parameters"
             )
         kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    inverse = 1.0 / scale
+    known = isinstance(scale, float)
+    inverse = 1.0 / scale if known else torch.as_tensor(scale).double().reciprocal()
     flags: dict[torch.device, torch.Tensor] = {}
     for (device, _), gradients in kinds.items():
         if check:
             flag = flags.setdefault(device, torch.zeros((), device=device))
-            factor = torch.tensor(inverse, dtype=torch.float32, device=device)
+            factor = torch.as_tensor(inverse, dtype=torch.float32, device=device)
             # The fused kernel of torch.amp: one pass divides and notes what is not finite.
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, flag, factor)
+        elif not known:
+            torch._foreach_mul_(gradients, torch.as_tensor(inverse, device=device))
         elif scale != 1.0:
             torch._foreach_mul_(gradients, inverse)
     return list(flags.values())

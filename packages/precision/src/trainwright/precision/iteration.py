@@ -7,28 +7,31 @@ from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 import attrs
-import numpy as np
 import torch
 
 from trainwright.collectives import Communicator, ReduceOp
 from trainwright.precision.errors import PrecisionError, ScalerOrderError
 from trainwright.precision.gradients import refuse_lonely_decision, unscale_gradients_
 from trainwright.precision.protocol import SteppableOptimizer
+from trainwright.precision.scale_settings import positive_float32
 
 
-class _Stage(enum.Enum):
+class Stage(enum.Enum):
+    """What was done with an optimizer in this iteration."""
+
     UNSCALED = "unscaled"
     STEPPED = "stepped"
 
 
 @attrs.define(eq=False)
-class _Pending:
+class Pending:
     """What is known of one optimizer since the last ``update``."""
 
     optimizer: SteppableOptimizer
     flags: list[torch.Tensor]
     agreed: bool
-    stage: _Stage = _Stage.UNSCALED
+    stage: Stage = Stage.UNSCALED
+    deferred: bool = False
 
 
 class ScalerInALoop:
@@ -46,11 +49,11 @@ class ScalerInALoop:
         self._communicator = communicator
         self._names = {parameter: name for name, parameter in named_parameters}
         self._scale_on: dict[torch.device, torch.Tensor] = {}
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         self._non_finite = False
         self._loss_waits = False
-        self.num_applied = 0
-        self.num_skipped = 0
+        self._num_applied = 0
+        self._num_skipped = 0
 
     @overload
     def scale(self, loss: torch.Tensor) -> torch.Tensor: ...
@@ -69,7 +72,7 @@ class ScalerInALoop:
                 would be added to them still scaled.
         """
         for pending in self._pending.values():
-            if pending.stage is _Stage.UNSCALED:
+            if pending.stage is Stage.UNSCALED:
                 raise ScalerOrderError(
                     "scale() between unscale_(optimizer) and step(optimizer) would add scaled "
                     "gradients to unscaled ones; when accumulating, unscale and clip only once, "
@@ -103,7 +106,7 @@ class ScalerInALoop:
                 other ranks hold parts of while this scaler has no communicator.
         """
         pending = self._pending.get(id(optimizer))
-        if pending is not None and pending.stage is _Stage.UNSCALED:
+        if pending is not None and pending.stage is Stage.UNSCALED:
             raise ScalerOrderError(
                 "unscale_() has been called on this optimizer since the last update(): its "
                 "gradients would be divided twice; when accumulating, unscale and clip only once"
@@ -116,11 +119,11 @@ class ScalerInALoop:
         if not given and self._communicator is None:
             refuse_lonely_decision(optimizer, self._names)
         flags = unscale_gradients_(
-            optimizer, self._scale, check=not given, allow_float16=self._allow_float16
+            optimizer, self._scale_now(), check=not given, allow_float16=self._allow_float16
         )
         if given:
             flags = [torch.as_tensor(non_finite)]
-        self._pending[id(optimizer)] = _Pending(optimizer, flags, agreed=given)
+        self._pending[id(optimizer)] = Pending(optimizer, flags, agreed=given)
 
     def step(self, optimizer: SteppableOptimizer, *args: Any, **kwargs: Any) -> bool:
         """Step the optimizer unless a gradient was non-finite; unscale first where still due.
@@ -145,20 +148,11 @@ class ScalerInALoop:
             One all-reduce of 4 bytes, none where the count was given to ``unscale_``; the host
             waits for the device once.
         """
-        if "closure" in kwargs or any(callable(argument) for argument in args):
-            raise PrecisionError("step() takes no closure: it would run a backward pass unscaled")
-        if id(optimizer) not in self._pending:
-            self.unscale_(optimizer)
-        pending = self._pending[id(optimizer)]
-        if pending.stage is _Stage.STEPPED:
-            raise ScalerOrderError(
-                "step() has been called on this optimizer since the last update(); "
-                "call update() once at the end of each iteration"
-            )
+        pending = self._begin_step(optimizer, args, kwargs)
         skip = self._decide()
         if not skip:
             optimizer.step(*args, **kwargs)
-        pending.stage = _Stage.STEPPED
+        pending.stage = Stage.STEPPED
         return not skip
 
     def update(self) -> None:
@@ -173,15 +167,28 @@ class ScalerInALoop:
         self._adjust(*self._end_iteration())
 
     def get_scale(self) -> float:
-        """Return the current scale; needs no wait for the device."""
+        """Return the current scale; only steps that were deferred are waited for."""
+        self._settle()
         return self._scale
+
+    @property
+    def num_applied(self) -> int:
+        """Iterations whose steps were applied."""
+        self._settle()
+        return self._num_applied
+
+    @property
+    def num_skipped(self) -> int:
+        """Iterations whose steps were skipped."""
+        self._settle()
+        return self._num_skipped
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings, scale and counters as plain numbers; take it after ``update``."""
         return {
             "scale": self._scale,
-            "num_applied": self.num_applied,
-            "num_skipped": self.num_skipped,
+            "num_applied": self._num_applied,
+            "num_skipped": self._num_skipped,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -195,11 +202,24 @@ class ScalerInALoop:
                 f"the state of a loss scaler must hold 'scale', got {sorted(state_dict)}"
             )
         self._set_scale(positive_float32("scale", state_dict["scale"]))
-        self.num_applied = int(state_dict.get("num_applied", 0))
-        self.num_skipped = int(state_dict.get("num_skipped", 0))
-        self._pending.clear()
-        self._non_finite = False
-        self._loss_waits = False
+        self._num_applied = int(state_dict.get("num_applied", 0))
+        self._num_skipped = int(state_dict.get("num_skipped", 0))
+        self._forget_iteration()
+
+    def _begin_step(
+        self, optimizer: SteppableOptimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Pending:
+        if "closure" in kwargs or any(callable(argument) for argument in args):
+            raise PrecisionError("step() takes no closure: it would run a backward pass unscaled")
+        if id(optimizer) not in self._pending:
+            self.unscale_(optimizer)
+        pending = self._pending[id(optimizer)]
+        if pending.stage is Stage.STEPPED:
+            raise ScalerOrderError(
+                "step() has been called on this optimizer since the last update(); "
+                "call update() once at the end of each iteration"
+            )
+        return pending
 
     def _check_nothing_waits(self) -> None:
         # A new scale now would leave gradients of this iteration under two scales.
@@ -213,13 +233,22 @@ class ScalerInALoop:
         """Count and forget the iteration; return whether it was skipped, and its optimizers."""
         skipped = self._decide()
         optimizers = [pending.optimizer for pending in self._pending.values()]
+        self._forget_iteration()
+        if optimizers:
+            self._num_applied += not skipped
+            self._num_skipped += skipped
+        return skipped, optimizers
+
+    def _forget_iteration(self) -> None:
         self._pending.clear()
         self._non_finite = False
         self._loss_waits = False
-        if optimizers:
-            self.num_applied += not skipped
-            self.num_skipped += skipped
-        return skipped, optimizers
+
+    def _settle(self) -> None:
+        """Learn from the device what an update left there; nothing where the host decides."""
+
+    def _scale_now(self) -> float | torch.Tensor:
+        return self._scale
 
     def _times_scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self._scale_tensor(loss.device)
@@ -262,17 +291,3 @@ class ScalerInALoop:
 
     def _adjust(self, non_finite: bool, optimizers: list[SteppableOptimizer]) -> None:
         """Let the scale follow; nothing for a constant scale."""
-
-
-def to_float32(value: float) -> float:
-    """Round to float32, in which torch keeps its scale too: the sequences are equal bit for bit."""
-    with np.errstate(over="ignore", under="ignore"):
-        return float(np.float32(value))
-
-
-def positive_float32(name: str, value: float) -> float:
-    """Round a scale to float32, or raise if it is not positive and finite there."""
-    rounded = to_float32(value)
-    if not 0.0 < rounded < float("inf"):
-        raise PrecisionError(f"{name} must be positive and finite in float32, got {value}")
-    return rounded

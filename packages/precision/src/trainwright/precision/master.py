@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Never
 
 import torch
 
 from trainwright.precision.bundles import BundledStep, unpack
+from trainwright.precision.deferred import skips_by_itself
 from trainwright.precision.errors import NotAvailableError, PrecisionError
 from trainwright.precision.moments import Moments
+from trainwright.precision.parameter_groups import (
+    NamedParameters,
+    OptimizerFactory,
+    ParameterGroups,
+    copy_options,
+    named_groups,
+)
 from trainwright.precision.passing import Comparison, OnePass
-
-NamedParameters = Iterable[tuple[str, torch.Tensor]]
-ParameterGroups = Iterable[Mapping[str, Any]]
-OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -73,6 +76,9 @@ class MasterWeights(torch.optim.Optimizer):
         elif OnePass.fits(self._inner, self._weights):
             held = self._inner, self._weights, self._masters
             self._one_pass = OnePass(*held, self._comparison)
+        # What PyTorch's fused optimizers say of themselves: `step` takes heed of found_inf and
+        # grad_scale, where a loss scaler has set them.
+        self._step_supports_amp_scaling = moments is None and skips_by_itself(self._inner)
         self._sealed = False
         super().__init__(groups, self._inner.defaults)
         self._sealed = True
@@ -92,9 +98,10 @@ class MasterWeights(torch.optim.Optimizer):
         copy_options(self.param_groups, self._inner.param_groups)
         for index in self._narrow:
             self._masters[index].grad = self._gradient(index)
-        if self._one_pass is None or not self._one_pass.step():
+        scaling = {k: getattr(self, k) for k in ("found_inf", "grad_scale") if hasattr(self, k)}
+        if self._one_pass is None or not self._one_pass.step(**scaling):
             self._take_over_changes()
-            self._step_inner()
+            self._step_inner(scaling)
             self._publish()
         for index in self._narrow:
             self._masters[index].grad = None
@@ -172,9 +179,14 @@ class MasterWeights(torch.optim.Optimizer):
             )
         return gradient
 
-    def _step_inner(self) -> None:
+    def _step_inner(self, scaling: dict[str, torch.Tensor | None]) -> None:
         if self._bundled is None:
-            self._inner.step()
+            self._inner.__dict__.update(scaling)
+            try:
+                self._inner.step()
+            finally:
+                for name in scaling:
+                    del self._inner.__dict__[name]
             return
         graded = [master for master in self._masters if master.grad is not None]
         self._bundled.step(graded, lambda bundle: None, lambda bundle: None)
@@ -222,41 +234,6 @@ class MasterWeights(torch.optim.Optimizer):
                     f"the state {_shape(found.get(name))}"
                 )
         return masters
-
-
-def copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Write options from one optimizer's groups to another's."""
-    # Schedulers write into our groups, some optimizers into their own.
-    for from_group, to_group in zip(source, target, strict=True):
-        options = {k: v for k, v in from_group.items() if k not in ("params", "param_names")}
-        to_group.update(options)
-
-
-def named_groups(parameters: NamedParameters | ParameterGroups) -> list[dict[str, Any]]:
-    """Return parameter groups of (name, parameter) pairs.
-
-    Raises:
-        PrecisionError: there are no parameters, or some without names or of the same name.
-    """
-    entries: list[Any] = list(parameters)
-    if not entries:
-        raise PrecisionError("an optimizer needs at least one parameter, got none")
-    if not isinstance(entries[0], Mapping):
-        entries = [{"params": entries}]
-    groups = []
-    for entry in entries:
-        pairs = list(entry["params"])
-        if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-            raise PrecisionError(
-                "parameters are (name, parameter) pairs; pass model.named_parameters()"
-            )
-        # Without "param_names" torch takes an empty group for one without names.
-        groups.append({"param_names": [], **entry, "params": pairs})
-    names = [name for group in groups for name, _ in group["params"]]
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
-        raise PrecisionError(f"parameter names {twice} appear twice; names must be unique")
-    return groups
 
 
 def _master_of(name: str, weight: torch.Tensor, original: torch.Tensor | None) -> torch.Tensor:

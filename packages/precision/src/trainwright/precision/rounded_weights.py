@@ -9,14 +9,14 @@ import torch
 
 from trainwright.precision.bundles import BundledStep, Scratch
 from trainwright.precision.errors import NotAvailableError, PrecisionError
-from trainwright.precision.master import (
+from trainwright.precision.moments import Moments
+from trainwright.precision.parameter_groups import (
     NamedParameters,
     OptimizerFactory,
     ParameterGroups,
     copy_options,
     named_groups,
 )
-from trainwright.precision.moments import Moments
 from trainwright.precision.weight_rounding import WeightRounding
 
 
