@@ -8,9 +8,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import serial_runs
-from tools.long_tests import pytest_collection_modifyitems
-
-__all__ = ["pytest_collection_modifyitems"]
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=10)
 settings.register_profile(

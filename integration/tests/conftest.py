@@ -6,10 +6,6 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-from tools.long_tests import pytest_collection_modifyitems
-
-__all__ = ["pytest_collection_modifyitems"]
-
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=10)
 settings.register_profile(
     "dev", deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow]

@@ -19,6 +19,7 @@ from trainwright.integration.data import read_corpus
 from trainwright.integration.errors import DataError
 from trainwright.integration.run_folder import WRITER, RunFolder
 from trainwright.integration.worker import check_same_data
+from trainwright.stability_guards import FileJournal
 
 SMALL = ["--threads-as-ranks", "--sequence-length", "16", "--global-batch", "4"]
 SMALL += ["--evaluate-sequences", "4", "--sample-bytes", "4"]
@@ -234,3 +235,24 @@ def test_weights_ruined_by_a_step_are_never_saved_as_success(
     assert code == 1
     assert "skipped" in capsys.readouterr().err
     assert not list((folder / "checkpoints").glob("step-*"))
+
+
+def test_the_text_of_a_batch_that_was_skipped_is_shown_and_can_be_left_out(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, exclude = tmp_path / "run", tmp_path / "exclude.json"
+    wild = ["--data", str(data), "--steps", "3", "--lr", "1e30", "--out", str(folder)]
+    assert main(["train", *SMALL, *wild]) == 1
+    capsys.readouterr()
+
+    assert main(["data", "show", str(folder), "--step", "2", "--json"]) == 0
+
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    journalled = FileJournal(folder / "journal.jsonl").entries[0]
+    assert [row["position"] for row in rows] == list(range(*journalled.batch.spans[0]))
+    assert all(row["text"] in data.read_text() for row in rows)
+    exclude.write_text(json.dumps([row["position"] for row in rows]))
+    again = ["--data", str(data), "--steps", "2", "--exclude", str(exclude)]
+    assert main(["train", *SMALL, *again, "--out", str(tmp_path / "again")]) == 0
+    assert main(["data", "show", str(folder), "--step", "1"]) == 2
+    assert "intervened at steps [2, 3]" in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import attrs
@@ -11,8 +13,10 @@ from trainwright.integration.cli import main, parser, settle, worker_arguments
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.fitting import check_fits
+from trainwright.integration.guarding import read_guards
 from trainwright.integration.launch import Place, place_in_environment
 from trainwright.integration.model import ModelShape, preset
+from trainwright.stability_guards import Positions, StallGuard, any_of
 
 
 @pytest.mark.parametrize(
@@ -320,3 +324,42 @@ def test_settings_written_before_an_option_was_known_take_its_default() -> None:
     for name in ("keep", "keep_every", "async_save"):
         del values[name]
     assert RunConfig.from_mapping(values) == RunConfig(save_every=10)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"guard": {}}', "did you mean 'guards'?"),
+        ('{"guards": {"joint-spikes": {}}}', "did you mean 'joint-spike'?"),
+        ('{"guards": {"spike": {"windows": 3}}}', "did you mean 'window'?"),
+        ('{"guards": {"joint-spike": {"escalate": {"skip": 1}}}}', "did you mean 'skips'?"),
+        ('{"guards": {"stall": 3}}', "an object of its arguments"),
+        ('{"guards": {}, "recovery": {"max_rollbacks": -1}}', "max_rollbacks"),
+        ('{"guards": {}, "snapshots": 1.5}', "snapshots must be a whole number"),
+    ],
+)
+def test_a_file_of_guards_that_says_what_is_not_known_is_refused(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    path = tmp_path / "guards.json"
+    path.write_text(content)
+
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_guards(str(path))
+
+
+def test_a_file_of_guards_is_what_it_says(tmp_path: Path) -> None:
+    path, exclude = tmp_path / "guards.json", tmp_path / "exclude.json"
+    values = {"guards": {"stall": {}}, "recovery": {"snapshot_every": 7}, "replicas_every": 5}
+    path.write_text(json.dumps(values))
+    exclude.write_text("[3, [5, 8]]")
+
+    plan = read_guards(str(path), str(exclude), scales_losses=True)
+
+    assert plan.guard.initial() == any_of(StallGuard()).initial()
+    assert (plan.recovery.snapshot_every, plan.recovery.replay_skipped) == (7, True)
+    assert (plan.snapshots, plan.replicas_every) == (2, 5)
+    assert plan.exclude == Positions([(3, 4), (5, 8)])
+    assert read_guards("none").snapshots == 0

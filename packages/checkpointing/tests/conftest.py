@@ -2,10 +2,6 @@ import os
 
 from hypothesis import settings
 
-from tools.long_tests import pytest_collection_modifyitems
-
-__all__ = ["pytest_collection_modifyitems"]
-
 settings.register_profile("dev", max_examples=20, deadline=None)
 settings.register_profile("ci", max_examples=20, deadline=None, derandomize=True)
 settings.register_profile("nightly", max_examples=500, deadline=None)

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainwright.checkpointing import CheckpointingError
 from trainwright.collectives import CollectiveError, Communicator
-from trainwright.integration import checkpoint_command, launch, worker
+from trainwright.integration import checkpoint_command, data_command, launch, worker
 from trainwright.integration.config import (
     CODECS,
     CONTEXTS,
@@ -58,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         options = parser().parse_args(given)
-        act = checkpoint_command.run if options.command == "checkpoint" else train_command
-        return act(options)
+        return _COMMANDS[options.command](options)
     except TrainwrightError as error:
         sys.stderr.write(f"trainwright: {error}\n")
         return 2
@@ -82,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = root.add_subparsers(dest="command", required=True, parser_class=_Parser)
     checkpoint_command.add_parser(commands)
+    data_command.add_parser(commands)
     train = commands.add_parser(
         "train",
         help="train a model on text",
@@ -89,8 +89,11 @@ def parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    defaults = RunConfig()
-    add = train.add_argument
+    _add_options(train.add_argument, RunConfig())
+    return root
+
+
+def _add_options(add: Callable[..., Any], defaults: RunConfig) -> None:
     add("--layout", help=f"mesh sizes, such as dp=2,tp=2,pp=2 (default {defaults.layout})")
     add("--model", help=f"one of {', '.join(PRESETS)} (default {defaults.model})")
     add("--data", help="a text file or a folder of them (default: Python's standard library)")
@@ -109,6 +112,8 @@ def parser() -> argparse.ArgumentParser:
     add("--recompute", help="none, full, every-K, sqrt, selective or budget:BYTES (default none)")
     add("--offload-activations", help="cpu, or a folder, until backward needs them")
     add("--compress-activations", help=f"one of {', '.join(CODECS)}, until backward needs them")
+    add("--guards", help="what watches the steps: default, none or a JSON file (default default)")
+    add("--exclude", help="a JSON file with positions of the data that are never read")
     add("--async-save", action=either, help="go on while a checkpoint is being written")
     add("--out", help="run folder (default runs/DATE-TIME)")
     add("--resume", metavar="DIR", help="continue the run in this folder")
@@ -117,7 +122,6 @@ def parser() -> argparse.ArgumentParser:
     add("--threads-as-ranks", action="store_true", help="every rank a thread: --comm threads")
     add("--prepared", action="store_true", default=False, help=argparse.SUPPRESS)
     add("--json", action="store_true", help="print the summary as one JSON object")
-    return root
 
 
 _NUMBERS: tuple[tuple[str, type, str], ...] = (
@@ -170,6 +174,13 @@ def train_command(options: argparse.Namespace) -> int:
         launch.end_with_launcher()
     _work_in_place(place, config, out, resume, options)
     return 0
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "checkpoint": checkpoint_command.run,
+    "data": data_command.run,
+    "train": train_command,
+}
 
 
 def transport_of(options: argparse.Namespace) -> str:

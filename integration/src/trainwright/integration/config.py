@@ -67,6 +67,8 @@ class RunConfig:
             leaves it where it is.
         compress_activations: codec of what backward needs; None leaves it as it is. Gradients are
             then those of rounded activations.
+        guards: what watches the steps: ``default``, ``none``, or a JSON file, see `read_guards`.
+        exclude: a JSON file with positions of the sample order that are never read.
         save_every: steps between checkpoints; 0 saves at the end only.
         keep: checkpoints of the run that stay, the last ones; None for all.
         keep_every: steps whose checkpoints stay beside the last; None for no others.
@@ -105,6 +107,8 @@ class RunConfig:
     compress_activations: str | None = attrs.field(
         default=None, validator=attrs.validators.optional(one_of(CODECS))
     )
+    guards: str = "default"
+    exclude: str | None = None
     save_every: int = attrs.field(default=0, validator=not_negative)
     keep: int | None = attrs.field(default=None, validator=attrs.validators.optional(positive))
     keep_every: int | None = attrs.field(

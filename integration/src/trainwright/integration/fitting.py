@@ -7,6 +7,7 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.data.reader import check_batch
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.float8_fitting import check_float8
+from trainwright.integration.guarding import read_guards
 from trainwright.integration.model import ModelShape
 from trainwright.pipeline_schedules import GENERATORS
 from trainwright.sharding import MeshShape
@@ -41,6 +42,7 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
         parse_policy(config.recompute)
     except ValueError as error:
         raise ConfigError(f"--recompute {config.recompute}: {error}") from error
+    read_guards(config.guards, config.exclude)
     try:
         parse_keeper(config.offload_activations, config.compress_activations)
     except ValueError as error:

@@ -29,9 +29,14 @@ def choose_scaler(config: RunConfig, pieces: Mapping[str, Piece]) -> LossScaler:
 
     It has no communicator: it is told how many elements of the whole gradient are not finite.
     """
-    if policy(config.dtype).compute is not torch.float16:
+    if not scales_losses(config):
         return UnitLossScaler()
     return DynamicLossScaler(named_parameters=[(n, p.parameter) for n, p in pieces.items()])
+
+
+def scales_losses(config: RunConfig) -> bool:
+    """Return whether a loss scale has to find its place."""
+    return policy(config.dtype).compute is torch.float16
 
 
 @attrs.frozen(eq=False)

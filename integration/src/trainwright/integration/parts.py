@@ -15,8 +15,14 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Corpus
 from trainwright.integration.feed import Feed
 from trainwright.integration.fitting import check_fits
+from trainwright.integration.guarding import GuardPlan, read_guards
 from trainwright.integration.model import ModelShape
-from trainwright.integration.numerics import ProductScales, choose_scaler, give_float8
+from trainwright.integration.numerics import (
+    ProductScales,
+    choose_scaler,
+    give_float8,
+    scales_losses,
+)
 from trainwright.integration.sharded import build_stages, gathers_stages, shard_model
 from trainwright.integration.stateful import Stateful
 from trainwright.integration.stepping import (
@@ -28,7 +34,7 @@ from trainwright.integration.stepping import (
 from trainwright.pipeline_schedules.execute import PipelineExecutor
 from trainwright.precision import LossScaler
 from trainwright.sharding import Mesh
-from trainwright.stability_guards import Guard, NonFiniteGuard, warmup_cosine
+from trainwright.stability_guards import Journal, MemoryJournal, warmup_cosine
 
 FLOOR_SHARE = 0.1
 """The learning rate falls to this share of its peak."""
@@ -39,13 +45,13 @@ class Progress:
     """How far a run has come; what of it a checkpoint holds beside tensors.
 
     Args:
-        step: batches consumed.
+        step: batches consumed, but for those that a rollback has left out.
         updates: updates applied.
         skipped: batches whose update was skipped.
-        guard_state: the guard's own plain data.
+        guard_state: what the recovery remembers, plain data; empty before the first step.
     """
 
-    guard_state: Any
+    guard_state: Mapping[str, Any] = attrs.field(factory=dict)
     step: int = 0
     updates: int = 0
     skipped: int = 0
@@ -58,6 +64,8 @@ class Parts:
     Args:
         counts_tokens: 1.0 on the rank of the last stage, whose token counts enter the global sums,
             else 0.0: earlier stages see the same tokens.
+        guards: what watches the steps.
+        journal: of what was done about what they saw, the same on every rank.
         scaler: what the losses are multiplied by before the backward pass.
         scales: of the FP8 products.
         own: what else of yours is in checkpoints, by name: a schedule, a loss scaler; with the same
@@ -71,7 +79,8 @@ class Parts:
     executor: PipelineExecutor
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
-    guard: Guard
+    guards: GuardPlan
+    journal: Journal
     feed: Feed
     counts_tokens: float
     scaler: LossScaler
@@ -91,7 +100,7 @@ class Parts:
 
     def start(self) -> Progress:
         """Return the progress of a run that has not begun."""
-        return Progress(guard_state=self.guard.initial())
+        return Progress()
 
 
 @contextlib.contextmanager
@@ -112,6 +121,7 @@ def assemble(
     world: Communicator,
     corpus: Corpus,
     shape: ModelShape | None = None,
+    journal: Journal | None = None,
 ) -> Parts:
     """Build every part of a run on this rank; all ranks call it together.
 
@@ -120,6 +130,7 @@ def assemble(
         world: all ranks of the run.
         corpus: the data, the same on every rank.
         shape: sizes of the model; None takes those of ``config.model``.
+        journal: of interventions; None takes one that ends with the process.
 
     Raises:
         ConfigError, DataError: settings, data and world do not fit, before any communication.
@@ -142,7 +153,8 @@ def assemble(
         learning_rate=warmup_cosine(
             config.lr, config.warmup_steps, config.steps, floor=config.lr * FLOOR_SHARE
         ),
-        guard=NonFiniteGuard(),
+        guards=read_guards(config.guards, config.exclude, scales_losses=scales_losses(config)),
+        journal=MemoryJournal() if journal is None else journal,
         feed=build_feed(config, mesh, corpus),
         counts_tokens=1.0 if schedule.num_stages - 1 in model.stages else 0.0,
         scaler=choose_scaler(config, model.pieces),

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from trainwright.integration.parts import Parts, Progress
+from trainwright.integration.recovering import recovery_of
 from trainwright.sharding import StepTotals, one_norm
-from trainwright.stability_guards import HaltError, Verdict, clip_, report_from_totals
+from trainwright.stability_guards import Verdict, clip_, report_from_totals
 
 Observer = Callable[["StepRecord"], None]
 """Called on every rank after each step."""
@@ -26,7 +27,7 @@ class StepRecord:
         lr: learning rate of the update; zero where none was applied.
         tokens: valid tokens of the global batch.
         seconds: duration of the step on this rank.
-        verdict: what the guard decided.
+        verdict: what the guards decided.
     """
 
     step: int
@@ -41,16 +42,21 @@ class StepRecord:
 def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) -> None:
     """Train until ``parts.steps`` steps are made; ``progress`` says where to begin and moves along.
 
+    It moves back where the guards ask for a rollback.
+
     Raises:
-        HaltError: the guard stopped the run; every rank raises it at the same step.
+        HaltError: the guards stopped the run; every rank raises it at the same step.
         LossScaleError: gradients overflow at any loss scale; every rank raises it.
 
     Communicates: the pipeline's boundary tensors, the reduction of each gradient bucket, one
     float64 all-reduce over the world with norm, loss and token count, and what `ProductScales`
     says.
     """
+    recovery = recovery_of(parts, progress)
+    recovery.begin(progress.step)
     while progress.step < parts.steps:
         started = time.perf_counter()
+        made = progress.step + 1
         batch = parts.feed.next_batch()
         scale = parts.scaler.get_scale()
         result = parts.executor.step(batch.inputs, divisor=batch.divisor, loss_scale=scale)
@@ -64,13 +70,13 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
         )
         report = report_from_totals(progress.step, totals, loss_scale=scale)
         parts.scaler.unscale_(parts.optimizer, non_finite=totals.non_finite)
-        progress.guard_state, verdict = parts.guard.update(progress.guard_state, report)
+        verdict = recovery.judge(report, progress.updates)
         lr = _OUTCOMES[verdict](parts, progress, totals)
-        parts.scaler.update()
         parts.model.zero_grad()
-        progress.step += 1
+        recovery.stepped(progress.step, verdict)
+        progress.guard_state = recovery.state_dict()
         record = StepRecord(
-            step=progress.step,
+            step=made,
             loss=report.loss,
             grad_norm=report.norm,
             lr=lr,
@@ -91,29 +97,26 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
         group["lr"] = lr
     if not parts.scaler.step(parts.optimizer):
         return _skip(parts, progress, totals)
+    parts.scaler.update()
     parts.model.publish()
     progress.updates += 1
+    progress.step += 1
     return lr
 
 
 def _skip(parts: Parts, progress: Progress, totals: StepTotals) -> float:
+    parts.scaler.update()
     progress.skipped += 1
+    progress.step += 1
     return 0.0
 
 
 def _roll_back(parts: Parts, progress: Progress, totals: StepTotals) -> float:
-    raise HaltError(
-        f"step {progress.step}: the guard asked for a rollback, which is not available yet"
-    )
-
-
-def _halt(parts: Parts, progress: Progress, totals: StepTotals) -> float:
-    raise HaltError(f"{parts.guard.reason(progress.guard_state)}; lower --lr or look at the data")
+    return 0.0  # the recovery has put everything back, `progress` too
 
 
 _OUTCOMES: dict[Verdict, Callable[[Parts, Progress, StepTotals], float]] = {
     Verdict.CONTINUE: _apply,
     Verdict.SKIP: _skip,
     Verdict.ROLLBACK: _roll_back,
-    Verdict.HALT: _halt,
 }

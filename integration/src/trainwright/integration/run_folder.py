@@ -22,6 +22,7 @@ LOCK = "lock"
 WRITER = "lock.first-rank"
 METRICS = "metrics.jsonl"
 SUPERSEDED = "metrics.superseded.jsonl"
+JOURNAL = "journal.jsonl"
 CHECKPOINTS = "checkpoints"
 PLOT = "loss.png"
 
@@ -205,8 +206,10 @@ class RunFolder:
             return [], []
         lines = self.metrics.read_text(errors="replace").splitlines()
         rows = [json.loads(line) for line in lines if _step_of(line) < float("inf")]
-        losses = [float("nan") if row["loss"] is None else row["loss"] for row in rows]
-        return [row["step"] for row in rows], losses
+        # A step that was made again after a rollback counts as it was made last.
+        losses = {row["step"]: float("nan") if row["loss"] is None else row["loss"] for row in rows}
+        steps = sorted(losses)
+        return steps, [losses[step] for step in steps]
 
     def _identify(self, identity: Identity) -> None:
         path = self.path / IDENTITY

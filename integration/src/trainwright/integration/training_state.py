@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-import attrs
 import torch
 
 from trainwright.checkpointing import MismatchError, RankGenerators
 from trainwright.checkpointing.state import Sharded, StateStore
 from trainwright.integration.errors import RunFolderError
 from trainwright.integration.parts import Parts, Progress
+from trainwright.stability_guards import AbandonedStateError, check_not_abandoned
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 GENERATORS = "generators"
+COUNTERS = ("step", "updates", "skipped")
 
 
 def save_state(
@@ -37,12 +39,15 @@ def save_state(
 def restore_state(store: StateStore, parts: Parts) -> Progress | None:
     """Load the newest checkpoint into ``parts``, whatever layout it was written by.
 
+    One of training that a rollback has taken back since is passed over for an older one.
+
     Returns:
         How far the run had come; None where it was stopped before its first checkpoint.
 
     Raises:
         CheckpointingError: the checkpoint is damaged or does not fit the model, or all that are
             there are of other runs.
+        AbandonedStateError: a rollback has taken back what all checkpoints hold.
         RunFolderError: the folder of the checkpoints cannot be read.
 
     Communicates: one broadcast of 8 bytes, and what `StateStore.load` does.
@@ -55,7 +60,7 @@ def restore_state(store: StateStore, parts: Parts) -> Progress | None:
     world.broadcast(nothing_saved, 0).wait()
     if nothing_saved.item():
         return None
-    tree = _load(store, parts)
+    tree = _load_valid(store, parts)
     run = tree["run"]
     for piece in parts.model.pieces.values():
         parts.optimizer.state[piece.parameter]["step"].fill_(float(run["updates"]))
@@ -65,7 +70,7 @@ def restore_state(store: StateStore, parts: Parts) -> Progress | None:
     parts.scaler.load_state_dict(tree["loss_scaler"])
     for name, each in parts.own.items():
         each.load_state_dict(tree["own"][name])
-    return Progress(**run)
+    return Progress(**run, guard_state=_guards(tree))
 
 
 def state_tree(parts: Parts, progress: Progress) -> dict[str, Any]:
@@ -84,7 +89,9 @@ def state_tree(parts: Parts, progress: Progress) -> dict[str, Any]:
             for name, piece in pieces.items()
         },
         "data": parts.feed.state_dict(),
-        "run": attrs.asdict(progress, recurse=False),
+        "run": {name: getattr(progress, name) for name in COUNTERS},
+        # As text: what guards remember has other entries at each step.
+        "guards": {"state": json.dumps(progress.guard_state)},
         "float8": parts.scales.tree(),
         "loss_scaler": parts.scaler.state_dict(),
         "own": {name: each.state_dict() for name, each in parts.own.items()},
@@ -103,13 +110,32 @@ def materialise_moments(parts: Parts) -> None:
                 }
 
 
-def _load(store: StateStore, parts: Parts) -> dict[str, Any]:
+def _load_valid(store: StateStore, parts: Parts) -> dict[str, Any]:
+    tree = _load(store, parts)
+    older = [step for step in store.steps() if step < tree["run"]["step"]]
+    while True:
+        try:
+            check_not_abandoned(_guards(tree), parts.journal.entries)
+        except AbandonedStateError:
+            if not older:
+                raise
+            tree = _load(store, parts, older.pop())
+        else:
+            return tree
+
+
+def _guards(tree: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(tree["guards"]["state"])
+    return state
+
+
+def _load(store: StateStore, parts: Parts, step: int | None = None) -> dict[str, Any]:
     target = state_tree(parts, parts.start())
     if not parts.generators:
-        return store.load(target)
+        return store.load(target, step)
     generators = _generators(parts)
     # Another layout has no use for the positions that are saved, and lacks its own.
-    report = store.load_partial({**target, GENERATORS: generators.target()})
+    report = store.load_partial({**target, GENERATORS: generators.target()}, step)
     differing = [*report.missing, *report.unexpected]
     if any(not path.startswith(f"{GENERATORS}/") for path in differing):
         raise MismatchError(f"the checkpoint is not one of this model: {report}")

@@ -11,7 +11,7 @@ import attrs
 
 from trainwright.integration.errors import ConfigError
 
-TEXTS = ("data", "offload_activations", "compress_activations")
+TEXTS = ("data", "exclude", "offload_activations", "compress_activations")
 """Settings that are text or None; others without a default are whole numbers or None."""
 
 

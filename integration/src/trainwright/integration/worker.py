@@ -25,10 +25,11 @@ from trainwright.integration.observers import MetricsFile, display
 from trainwright.integration.parts import Parts, Progress, assemble
 from trainwright.integration.plot import plot_loss
 from trainwright.integration.recipe import Observer, StepRecord, train
-from trainwright.integration.run_folder import WRITER, RunFolder
+from trainwright.integration.replica_check import ReplicaCheck
+from trainwright.integration.run_folder import JOURNAL, WRITER, RunFolder
 from trainwright.integration.saver import Saver
 from trainwright.integration.training_state import restore_state
-from trainwright.stability_guards import HaltError
+from trainwright.stability_guards import HaltError, Verdict, shared_journal
 
 PROMPT = b"\ndef "
 PATIENCE_S = 30.0
@@ -71,7 +72,8 @@ def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summa
             held.enter_context(folder.lock(WRITER, patience_s=PATIENCE_S))
         corpus = load_corpus(config)
         check_same_data(world, corpus)
-        parts = assemble(config, world, corpus)
+        journal = shared_journal(folder.path / JOURNAL, world)
+        parts = assemble(config, world, corpus, journal=journal)
         saver = _open(folder, parts, resume)
         # Left before the peers hear of an error: a save under way still needs them.
         held.enter_context(saver.store)
@@ -158,9 +160,10 @@ def _train(saver: Saver, folder: RunFolder) -> list[StepRecord]:
             folder.rewind(progress.step)
             observers.append(opened.enter_context(contextlib.closing(MetricsFile(folder.metrics))))
         show = opened.enter_context(display(first, parts.steps, progress.step))
-        train(parts, progress, [*observers, saver, show])
-    reason = parts.guard.reason(progress.guard_state)
-    if reason:
+        check = ReplicaCheck(parts, parts.guards.replicas_every)
+        train(parts, progress, [*observers, check, saver, show])
+    if last and last[0].verdict is not Verdict.CONTINUE:
+        reason = parts.journal.entries[-1].reason
         raise HaltError(f"{reason}; the run ended on skipped steps, which are not saved")
     return last
 

@@ -1,0 +1,147 @@
+"""What watches a run and what happens then, as a value that is read from a name or a file."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from trainwright.integration.errors import ConfigError
+from trainwright.stability_guards import (
+    DivergenceGuard,
+    Guard,
+    GuardError,
+    JointSpikeGuard,
+    LocalVerdictGuard,
+    NonFiniteGuard,
+    Positions,
+    RecoveryPlan,
+    SpikeGuard,
+    StallGuard,
+    any_of,
+    default_guards,
+    escalate,
+    never,
+)
+
+GUARDS: dict[str, Callable[..., Guard]] = {
+    "non-finite": NonFiniteGuard,
+    "local": LocalVerdictGuard,
+    "spike": SpikeGuard,
+    "joint-spike": JointSpikeGuard,
+    "divergence": DivergenceGuard,
+    "stall": StallGuard,
+}
+"""Guards that a file can name; "escalate" beside a guard's arguments makes it sterner each time."""
+
+ESCALATION = ("skips", "rollbacks", "within_steps")
+
+
+@attrs.frozen
+class GuardPlan:
+    """What watches a run.
+
+    Args:
+        guard: what judges each step.
+        recovery: how a run goes back, and how often.
+        snapshots: how many states are kept in host memory to go back to; 0 for none.
+        replicas_every: steps between comparisons of weights that data ranks have alike; 0 for none.
+        exclude: positions of the run's sample order that are never read.
+    """
+
+    guard: Guard
+    recovery: RecoveryPlan = attrs.field(factory=RecoveryPlan)
+    snapshots: int = 2
+    replicas_every: int = 100
+    exclude: Positions = attrs.field(factory=Positions)
+
+
+def read_guards(text: str, exclude: str | None = None, *, scales_losses: bool = False) -> GuardPlan:
+    """Return the plan that ``--guards`` and ``--exclude`` name.
+
+    Args:
+        text: ``default``, ``none``, or a JSON file such as ``{"guards": {"non-finite": {},
+            "joint-spike": {"escalate": {"skips": 2}}}, "recovery": {"snapshot_every": 50},
+            "snapshots": 2, "replicas_every": 100}``, in which all but the guards may be left out.
+        exclude: a JSON file with a list of positions and of spans [start, stop].
+        scales_losses: whether a loss scale has to find its place: then a batch that was skipped is
+            read again after the run has gone back, for its data may be good.
+
+    Raises:
+        ConfigError: a file cannot be read, or has something that is not known.
+    """
+    plan = GuardPlan(default_guards())
+    if text == "none":
+        plan = GuardPlan(never(), snapshots=0, replicas_every=0)
+    elif text != "default":
+        plan = _plan_of(_read_json(text, "--guards"), text)
+    if exclude is not None:
+        try:
+            plan = attrs.evolve(plan, exclude=Positions.from_json(_read_json(exclude, "--exclude")))
+        except GuardError as error:
+            raise ConfigError(f"--exclude {exclude}: {error}") from error
+    if scales_losses:
+        plan = attrs.evolve(plan, recovery=attrs.evolve(plan.recovery, replay_skipped=True))
+    return plan
+
+
+def _plan_of(values: Any, file: str) -> GuardPlan:
+    what = f"--guards {file}"
+    _check_keys(what, values, ("guards", "recovery", "snapshots", "replicas_every"))
+    named = values.get("guards", {})
+    _check_keys(f"{what}: guards", named, GUARDS)
+    guard = any_of(*(_guard(f"{what}: {name}", name, own) for name, own in named.items()))
+    recovery = _make(f"{what}: recovery", RecoveryPlan, values.get("recovery", {}))
+    counts = {name: values[name] for name in ("snapshots", "replicas_every") if name in values}
+    for name, value in counts.items():
+        if type(value) is not int or value < 0:
+            raise ConfigError(f"{what}: {name} must be a whole number from 0, got {value!r}")
+    return attrs.evolve(GuardPlan(guard, recovery), **counts)
+
+
+def _guard(what: str, name: str, values: Any) -> Guard:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{what} must be an object of its arguments, got {values!r}")
+    own = {key: value for key, value in values.items() if key != "escalate"}
+    guard: Guard = _make(what, GUARDS[name], own)
+    if "escalate" not in values:
+        return guard
+    made: Guard = _make(
+        f"{what}: escalate", functools.partial(escalate, guard), values["escalate"], ESCALATION
+    )
+    return made
+
+
+def _make(
+    what: str, make: Callable[..., Any], values: Any, allowed: Iterable[str] | None = None
+) -> Any:
+    known = list(inspect.signature(make).parameters) if allowed is None else allowed
+    _check_keys(what, values, known)
+    try:
+        return make(**values)
+    except (GuardError, TypeError, ValueError) as error:
+        raise ConfigError(f"{what}: {error}") from error
+
+
+def _check_keys(what: str, values: Any, allowed: Iterable[str]) -> None:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{what} must be a JSON object, got {values!r}")
+    known = list(allowed)
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{what} knows {', '.join(known)}, got {key!r}{hint}")
+
+
+def _read_json(path: str, option: str) -> Any:
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {path}: cannot be read as JSON: {error}") from error

@@ -1,0 +1,38 @@
+"""The recovery of a run: guards, snapshots and journal, put together for one training loop."""
+
+from __future__ import annotations
+
+from trainwright.integration.live_state import LiveState
+from trainwright.integration.parts import Parts, Progress
+from trainwright.stability_guards import MemorySnapshots, Recovery, Snapshot
+
+
+class NoSnapshots:
+    """Snapshots of a run that never goes back: there are none."""
+
+    steps: tuple[int, ...] = ()
+
+    def take(self, step: int) -> None:
+        """Keep nothing."""
+
+    def restore(self, step: int) -> None:
+        """Never be called: nothing can be restored."""
+        raise AssertionError(f"step {step} was never kept")
+
+
+def recovery_of(parts: Parts, progress: Progress) -> Recovery:
+    """Return what judges the steps of a loop and goes back; ``progress`` moves with it.
+
+    Raises:
+        AbandonedStateError: ``progress`` is of training that a rollback has taken back.
+    """
+    plan = parts.guards
+    snapshots: Snapshot = NoSnapshots()
+    if plan.snapshots:
+        snapshots = MemorySnapshots({"run": LiveState(parts, progress)}, keep=plan.snapshots)
+    recovery = Recovery(
+        plan.guard, snapshots, parts.feed, parts.journal, plan.recovery, plan.exclude
+    )
+    if progress.guard_state:
+        recovery.load_state_dict(progress.guard_state)
+    return recovery

@@ -1,0 +1,215 @@
+"""Runs that go on by themselves: a poisoned batch leaves no trace, a flipped bit is found."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from tests.serial import SPARSE, settings, text
+from trainwright.checkpointing.state import StateStore
+from trainwright.checkpointing.testing.files import CrashingFiles
+from trainwright.collectives import Communicator, LocalWorld
+from trainwright.integration.config import RunConfig
+from trainwright.integration.feed import GlobalBatch
+from trainwright.integration.model import DecoderStage, ModelShape
+from trainwright.integration.parts import assemble
+from trainwright.integration.recipe import StepRecord, train
+from trainwright.integration.replica_check import ReplicaCheck
+from trainwright.integration.saver import Saver
+from trainwright.integration.training_state import restore_state
+from trainwright.stability_guards import HaltError, Intervention, MemoryJournal, Verdict
+
+SHAPE = attrs.evolve(SPARSE, layers=2, experts=None, mlp_width=48)
+BATCH = 24
+BAD = 9
+UPDATES = 13
+SPIKES = {
+    "guards": {
+        "non-finite": {},
+        "joint-spike": {"min_history": 6, "evidence": 60, "escalate": {"skips": 0}},
+    },
+    "recovery": {"snapshot_every": 4, "skip_before": 0},
+}
+
+
+class EnoughError(Exception):
+    """The run has made the updates that are compared."""
+
+
+def weights_after(
+    config: RunConfig, shape: ModelShape = SHAPE
+) -> tuple[dict[str, torch.Tensor], tuple[Intervention, ...], list[StepRecord]]:
+    """Return all weights after so many updates, the journal of all ranks and rank 0's records."""
+
+    def work(world: Communicator) -> Any:
+        journal = MemoryJournal()
+        parts = assemble(config, world, text(), shape, journal)
+        progress = parts.start()
+        records: list[StepRecord] = []
+
+        def observe(record: StepRecord) -> None:
+            records.append(record)
+            if progress.updates == UPDATES:
+                raise EnoughError
+
+        with pytest.raises(EnoughError):
+            train(parts, progress, [observe])
+        pieces = parts.model.pieces.items()
+        return {n: p.parameter.detach().clone() for n, p in pieces}, journal.entries, records
+
+    ranks = LocalWorld(config.mesh.world_size, timeout_s=60.0).run(work)
+    assert len({str(entries) for _, entries, _ in ranks}) == 1
+    assert len({str([r.verdict for r in records]) for _, _, records in ranks}) == 1
+    together = {
+        f"{n} on {rank}": w for rank, (own, _, _) in enumerate(ranks) for n, w in own.items()
+    }
+    return together, ranks[0][1], ranks[0][2]
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Return factors of the loss by the number of the batch whose data bring them."""
+    factors: dict[int, float] = {}
+    inputs, loss = GlobalBatch.inputs, DecoderStage.loss
+
+    def poisoned(batch: GlobalBatch, stage: int, microbatch: int) -> dict[str, torch.Tensor]:
+        first = batch.part.positions.spans[0][0]
+        factor = torch.tensor(factors.get(first // BATCH, 1.0))
+        return {**inputs(batch, stage, microbatch), "factor": factor}
+
+    def exploding(stage: DecoderStage, logits: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        return loss(stage, logits, **given) * given["factor"]
+
+    monkeypatch.setattr(GlobalBatch, "inputs", poisoned)
+    monkeypatch.setattr(DecoderStage, "loss", exploding)
+    return factors
+
+
+@pytest.mark.parametrize(
+    ("factor", "changes", "verdict"),
+    [
+        (math.nan, {"layout": "dp=2,tp=2,pp=2", "zero": 2, "microbatches": 2}, Verdict.SKIP),
+        (40.0, {"layout": "dp=2,tp=2,pp=2", "zero": 3, "microbatches": 2}, Verdict.ROLLBACK),
+        pytest.param(
+            40.0,
+            {"layout": "dp=2,cp=2", "zero": 1, "dtype": "fp8-delayed"},
+            Verdict.ROLLBACK,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            40.0,
+            {"layout": "dp=2,pp=2", "zero": 1, "dtype": "float16", "microbatches": 2},
+            Verdict.ROLLBACK,
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_run_that_met_a_poisoned_batch_ends_with_the_weights_of_one_that_never_read_it(
+    factor: float,
+    changes: dict[str, object],
+    verdict: Verdict,
+    poison: dict[int, float],
+    tmp_path: Path,
+) -> None:
+    guards, exclude = tmp_path / "guards.json", tmp_path / "exclude.json"
+    guards.write_text(json.dumps(SPIKES))
+    exclude.write_text(json.dumps([[BATCH * BAD, BATCH * BAD + BATCH]]))
+    config = settings(guards=str(guards), warmup=10, **changes)
+    poison[BAD] = factor
+
+    found, journal, records = weights_after(config)
+
+    right, nothing, _ = weights_after(attrs.evolve(config, exclude=str(exclude)))
+    assert [entry.verdict for entry in journal] == [verdict]
+    assert [record.verdict for record in records].count(verdict) == 1
+    assert journal[0].left_out.spans == ((BATCH * BAD, BATCH * BAD + BATCH),)
+    assert not nothing
+    for name, weight in right.items():
+        assert torch.equal(found[name], weight), name
+
+
+def test_a_loss_that_explodes_whatever_is_read_ends_the_run_after_bounded_rollbacks(
+    poison: dict[int, float], tmp_path: Path
+) -> None:
+    guards = tmp_path / "guards.json"
+    guards.write_text(json.dumps({**SPIKES, "recovery": {"snapshot_every": 4, "max_rollbacks": 2}}))
+    config = settings(guards=str(guards), layout="dp=2", warmup=10)
+    poison.update(dict.fromkeys(range(BAD, 40), 40.0))
+
+    def work(world: Communicator) -> list[Verdict]:
+        parts = assemble(config, world, text(), SHAPE)
+        with pytest.raises(HaltError, match=r"max_rollbacks|gone back 2 times|alarm"):
+            train(parts, parts.start())
+        return [entry.verdict for entry in parts.journal.entries]
+
+    for verdicts in LocalWorld(2, timeout_s=60.0).run(work):
+        assert verdicts == [Verdict.ROLLBACK, Verdict.ROLLBACK, Verdict.HALT]
+
+
+def test_a_run_killed_after_a_rollback_resumes_before_what_it_has_taken_back(
+    poison: dict[int, float], tmp_path: Path
+) -> None:
+    guards, exclude = tmp_path / "guards.json", tmp_path / "exclude.json"
+    plan = {"snapshot_every": 4, "skip_before": 2}
+    guards.write_text(json.dumps({**SPIKES, "recovery": plan}))
+    exclude.write_text(json.dumps([[BATCH * (BAD - 2), BATCH * BAD + BATCH]]))
+    config = settings(guards=str(guards), layout="dp=2", zero=1, warmup=10, save_every=2)
+    poison[BAD] = 40.0
+    files = CrashingFiles()
+
+    def run(world: Communicator) -> tuple[int, dict[str, torch.Tensor]]:
+        journal = MemoryJournal(journals.get(world.rank, ()))
+        parts = assemble(config, world, text(), SHAPE, journal)
+        store = StateStore("/run", world, coordinates=parts.mesh.coordinates, files=files)
+        progress = restore_state(store, parts) or parts.start()
+        began = progress.step
+
+        def observe(record: StepRecord) -> None:
+            journals[world.rank] = journal.entries
+            if record.verdict is Verdict.ROLLBACK or progress.updates == UPDATES:
+                raise EnoughError
+
+        with pytest.raises(EnoughError):
+            train(parts, progress, [Saver(store, parts, progress), observe])
+        pieces = parts.model.pieces.items()
+        return began, {n: p.parameter.detach().clone() for n, p in pieces}
+
+    journals: dict[int, tuple[Intervention, ...]] = {}
+    first = LocalWorld(2, timeout_s=60.0).run(run)
+    second = LocalWorld(2, timeout_s=60.0).run(run)
+
+    right, _, _ = weights_after(attrs.evolve(config, exclude=str(exclude)))
+    # It went back to the snapshot at 4; checkpoints of steps 6 and 8 held batches to blame.
+    assert [began for began, _ in [*first, *second]] == [0, 0, 4, 4]
+    assert [entry.back_to for entry in journals[0]] == [4]
+    for rank, (_, weights) in enumerate(second):
+        for name, weight in weights.items():
+            assert torch.equal(right[f"{name} on {rank}"], weight), name
+
+
+def test_a_flipped_bit_of_a_replica_is_found_within_the_interval_and_named_on_every_rank() -> None:
+    config = settings(layout="dp=3,pp=2", microbatches=2)
+    name = "model.layers.1.self_attn.q_proj.weight"
+
+    def work(world: Communicator) -> str:
+        parts = assemble(config, world, text(), SHAPE)
+
+        def flip(record: StepRecord) -> None:
+            if record.step == 3 and world.rank == 5:
+                bits = parts.model.pieces[name].parameter.detach().view(torch.int32)
+                bits.view(-1)[7] ^= 1
+            assert record.step < 5
+
+        with pytest.raises(HaltError) as caught:
+            train(parts, parts.start(), [flip, ReplicaCheck(parts, 2)])
+        return str(caught.value)
+
+    for message in LocalWorld(6, timeout_s=60.0).run(work):
+        assert message.startswith("step 4: ")
+        assert f"{name} of stage 1 on 5" in message
