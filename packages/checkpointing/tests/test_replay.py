@@ -134,7 +134,7 @@ def test_a_generator_that_nothing_leads_to_is_an_error_of_the_forward():
 
     x = torch.ones(3, requires_grad=True)
     for policy in (recompute_all(), selective(), recompute_sqrt()):
-        with pytest.raises(ReplayError, match="bernoulli draws from a generator that"):
+        with pytest.raises(ReplayError, match=r"bernoulli.* draws from a generator that"):
             policy([draws], x)
 
 

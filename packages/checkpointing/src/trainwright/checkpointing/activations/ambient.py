@@ -11,8 +11,6 @@ from torch.utils._device import DeviceContext
 
 from trainwright.checkpointing.protocol import Reenter
 
-from .hidden_generators import GeneratorWatch
-
 
 def capture_function_modes() -> Reenter:
     """Capture the `TorchFunctionMode`s that are active, so that a recomputation runs under them.
@@ -20,8 +18,7 @@ def capture_function_modes() -> Reenter:
     A mode that is still active when the backward runs is not entered a second time. The device
     context of ``with torch.device(...)`` is left to PyTorch, which brings it back itself.
     """
-    passing = (DeviceContext, GeneratorWatch)
-    modes = [mode for mode in _active_modes() if not isinstance(mode, passing)]
+    modes = [mode for mode in _active_modes() if not isinstance(mode, DeviceContext)]
 
     def reenter() -> AbstractContextManager[object]:
         active = _active_modes()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.checkpointing.errors import ReplayError
 
@@ -31,7 +31,7 @@ class Watched:
         return found
 
 
-class GeneratorWatch(TorchFunctionMode):
+class GeneratorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, refuses numbers from generators that would not be replayed.
 
     Args:
@@ -39,15 +39,16 @@ class GeneratorWatch(TorchFunctionMode):
     """
 
     def __init__(self, known: Iterable[torch.Generator]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known = [torch.default_generator, *known]
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled units run compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func``.
 
@@ -57,16 +58,20 @@ class GeneratorWatch(TorchFunctionMode):
         generator = (kwargs or {}).get("generator")
         if isinstance(generator, torch.Generator) and not self._knows(generator):
             raise ReplayError(
-                f"{getattr(func, '__name__', func)} draws from a generator that a recomputation "
+                f"{func} draws from a generator that a recomputation "
                 "cannot replay, since nothing leads to it; make it an attribute of the module or "
                 "an argument, draw by place (trainwright.collectives.random), or keep this layer"
             )
         return func(*args, **(kwargs or {}))
 
     def _knows(self, generator: torch.Generator) -> bool:
-        if any(generator is known for known in self._known):
-            return True
-        if generator.device.type == "cpu":
-            return False
-        defaults = getattr(torch.get_device_module(generator.device), "default_generators", ())
-        return any(generator is default for default in defaults)
+        # Operators are given another object for the same generator; its state tells which one.
+        defaults: Any = ()
+        if generator.device.type != "cpu":
+            module = torch.get_device_module(generator.device)
+            defaults = getattr(module, "default_generators", ())
+        state = generator.get_state()
+        return any(
+            known.device == generator.device and torch.equal(known.get_state(), state)
+            for known in (*self._known, *defaults)
+        )
