@@ -17,7 +17,7 @@ from trainwright.stability_guards import (
 )
 from trainwright.stability_guards.curves import Curve, Fault, healthy, with_fault
 
-EVIDENCE = (60.0, 120.0, 250.0, 500.0, 1000.0)
+EVIDENCE = (3.0, 10.0, 30.0, 60.0, 120.0, 250.0)
 NOISE = (0.1, 0.5, 2.0)
 ALLOWED = {Fault.NON_FINITE: 0, Fault.SPIKE: 2, Fault.DIVERGENCE: 200}
 HORIZON = 50_000

@@ -12,6 +12,7 @@ from trainwright.stability_guards.running import count_of, median_of, no_values,
 from trainwright.stability_guards.spikes import score_of
 
 _CROSSED = 0.25  # weight of two scores that are a step apart
+_SMALL = 0.1  # weight of a loss that is hardly higher in proportion, however steady it was before
 
 
 @attrs.frozen
@@ -25,6 +26,8 @@ class JointSpikeGuard:
 
     Args:
         evidence: product of both scores from which the step is a spike.
+        least_loss_ratio: with a loss that is not this many times its median, a tenth of the product
+            counts.
         least_score: and each is at least this.
         least_norm_ratio: and the norm is at least this many times its median.
         alone: score from which one signal suffices.
@@ -33,7 +36,8 @@ class JointSpikeGuard:
         verdict: what it says.
     """
 
-    evidence: float = attrs.field(default=250.0, validator=positive)
+    evidence: float = attrs.field(default=60.0, validator=positive)
+    least_loss_ratio: float = attrs.field(default=1.15, kw_only=True, validator=positive)
     least_score: float = attrs.field(default=5.0, kw_only=True, validator=positive)
     least_norm_ratio: float = attrs.field(default=2.2, kw_only=True, validator=positive)
     alone: float = attrs.field(default=400.0, kw_only=True, validator=positive)
@@ -54,16 +58,18 @@ class JointSpikeGuard:
     def update(self, state: State, report: Report) -> tuple[State, Verdict]:
         """Judge loss and norm by the values before them, then take them in."""
         loss, loss_score = self._taken(state["loss"], report, "loss", 1.0)
+        is_small = report.loss < self.least_loss_ratio * median_of(state["loss"])
+        weighed = loss_score * (_SMALL if is_small else 1.0)
         norm, norm_score = self._taken(state["norm"], report, "norm", self.least_norm_ratio)
         loss_before, norm_before = state["scores"]
         # One of them may be a step late, but that is twice as many chances for noise to pair.
-        crossed = max(loss_score * norm_before, loss_before * norm_score)
-        evidence = max(loss_score * norm_score, _CROSSED * crossed)
+        crossed = max(weighed * norm_before, loss_before * norm_score)
+        evidence = max(weighed * norm_score, _CROSSED * crossed)
         alone = max(loss_score, norm_score)
         after = {
             "loss": loss,
             "norm": norm,
-            "scores": [loss_score, norm_score],
+            "scores": [weighed, norm_score],
             "evidence": evidence,
             "reason": "",
         }
