@@ -22,6 +22,7 @@ from trainwright.precision.float8 import (
     Blockwise,
     Current,
     Delayed,
+    Float8State,
     Mx,
     PerRow,
     Scope,
@@ -38,7 +39,7 @@ from trainwright.sharding.tensor import (
     enter_sequence,
 )
 from trainwright.sharding.tensor.testing import BlockPlan, ParallelBlock, PlainBlock
-from trainwright.sharding.testing import assert_close, load_plain_, mesh_of
+from trainwright.sharding.testing import assert_close, check_products, load_plain_, mesh_of
 
 BATCH, LENGTH, STEPS = 2, 6, 2
 UNITS = {Delayed(history=2): 3, Current(): 5, PerRow(): 3, Blockwise(): 128, Mx(): 32}
@@ -347,6 +348,11 @@ def cases(draw, recipe):
         draw(st.sampled_from(["whole", "split", "again"])),
         draw(st.integers(1, 2)) if recipe in WITHOUT_BLOCKS and size < 3 else 1,
     )
+
+
+@pytest.mark.parametrize("recipe", UNITS, ids=str)
+def test_products_keep_the_law_of_layers(recipe):
+    check_products(lambda: Float8State(recipe, {"up": Scope()}).products["up"], (6, 40, 36))
 
 
 @pytest.mark.parametrize("recipe", UNITS, ids=str)

@@ -23,7 +23,7 @@ from trainwright.sharding import Mesh, MeshShape, ShardingError, ShardPolicy, by
 from trainwright.sharding.data import data_parallel, full_state_dict
 from trainwright.sharding.data.testing import RecordingCommunicator
 from trainwright.sharding.tensor import ColumnParallelLinear, Cut, RowParallelLinear
-from trainwright.sharding.testing import load_plain_
+from trainwright.sharding.testing import check_weight_codec, load_plain_
 
 SIZES = (24, 37, 10)
 LINEARS = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
@@ -103,6 +103,18 @@ def test_gathered_weights_are_the_whole_weight_quantised(dp, sizes, codec, dtype
             parallel.publish()
 
     LocalWorld(dp * len(sizes)).run(run)
+
+
+@given(
+    codec=st.builds(Float8Codec, st.sampled_from([E4M3, E5M2]), st.booleans()),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+    edges=st.lists(st.integers(0, 40), max_size=3).map(sorted),
+    exponent=st.integers(-20, 10),
+)
+def test_codecs_treat_parts_as_the_whole(codec, dtype, edges, exponent):
+    whole = torch.randn(40, generator=torch.Generator().manual_seed(exponent + 99))
+
+    check_weight_codec(codec, (whole * 2.0**exponent).to(dtype), edges)
 
 
 def train(world, coded, dtype=torch.float32):

@@ -71,7 +71,7 @@ from trainwright.sharding.placement import (
     shard_spec,
     terms_of,
 )
-from trainwright.sharding.protocol import GradientPiece, ParallelModule
+from trainwright.sharding.protocol import GradientPiece, ParallelModule, Products, WeightCodec
 from trainwright.sharding.tensor import (
     ColumnParallelLinear,
     Cut,
@@ -119,6 +119,7 @@ __all__ = [
     "PlacedDropout",
     "Placement",
     "PlacementTable",
+    "Products",
     "ReplicaMismatchError",
     "ReplicaWatch",
     "Replicate",
@@ -136,6 +137,7 @@ __all__ = [
     "Unit",
     "UnitRule",
     "VocabParallelEmbedding",
+    "WeightCodec",
     "WholeMatrices",
     "by_class",
     "by_name",

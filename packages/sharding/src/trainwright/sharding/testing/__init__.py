@@ -1,5 +1,6 @@
 """Strategies for meshes and sizes, and the laws that parallel modules keep."""
 
+from trainwright.sharding.testing.given_laws import check_products, check_weight_codec
 from trainwright.sharding.testing.laws import (
     assert_close,
     check_computes_the_plain_module,
@@ -18,6 +19,8 @@ __all__ = [
     "assert_close",
     "check_computes_the_plain_module",
     "check_pieces_tile_the_parameters",
+    "check_products",
+    "check_weight_codec",
     "layouts_of",
     "load_plain_",
     "mesh_of",
