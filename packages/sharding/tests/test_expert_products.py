@@ -10,6 +10,7 @@ from trainwright.collectives import LocalWorld, random
 from trainwright.sharding import Mesh, MeshShape, data_parallel, full_state_dict, load_full
 from trainwright.sharding.expert import MixtureOfExperts, Routing, products
 from trainwright.sharding.expert.products import multiply_experts
+from trainwright.sharding.expert.testing import sum_gradients
 
 SIZES = st.lists(st.integers(0, 4), min_size=1, max_size=5)
 
@@ -52,6 +53,42 @@ def test_gradients_of_gradients_are_those_of_single_products():
     assert torch.autograd.gradgradcheck(
         lambda x, w: multiply_experts(x, w, (2, 0, 1, 0, 0, 2)), (rows, weights)
     )
+
+
+@pytest.mark.parametrize("layout", ["dp=2,ep=2", "tp=2,ep=2,etp=1", "tp=2"])
+def test_second_derivatives_of_a_layer_are_those_of_one_process(layout):
+    def run(world, layout):
+        mesh = Mesh(world, MeshShape.parse(layout))
+        layer = MixtureOfExperts(3, 2, Routing(4, 2, normalize=False), mesh, dtype=torch.float64)
+        layer.reset_parameters(random.Key(0, "layer"), 1.0)
+        rows = slice(mesh.coordinate("dp"), None, mesh.size("dp"))
+        own = draw("x", 2, 3, 3)[rows].detach().requires_grad_()
+        output, report = layer(own)
+        loss = output.square().sum() + report.balance + report.z
+        (slope,) = torch.autograd.grad(loss, own, create_graph=True)
+        slope.square().sum().backward()
+        return rows, own.grad, sum_gradients(layer, mesh)
+
+    ((_, of_input, gradients),) = LocalWorld(1).run(lambda world: run(world, "dp=1"))
+
+    for rows, own, found in LocalWorld(2).run(lambda world: run(world, layout)):
+        torch.testing.assert_close(own, of_input[rows], rtol=1e-11, atol=1e-11)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-11, atol=1e-11, msg=name)
+
+
+def test_layers_over_one_mesh_share_the_memory_of_rows_on_their_way():
+    def run(world):
+        mesh = Mesh(world, MeshShape(dp=2, ep=2))
+        layers = [MixtureOfExperts(4, 4, Routing(4, 2), mesh) for _ in range(2)]
+        for layer in layers:
+            layer(torch.ones(1, 3, 4))
+        scratch = layers[0].ranks.scratch
+        first = scratch.take(5, torch.ones(1, 4))
+        assert scratch.take(2, torch.ones(1, 4)).data_ptr() == first.data_ptr()
+        return scratch is layers[1].ranks.scratch is not mesh.submesh("dp").shared("other", list)
+
+    assert LocalWorld(2).run(run) == [True, True]
 
 
 def test_a_schedule_may_take_the_backward_apart_when_the_weights_are_gone():

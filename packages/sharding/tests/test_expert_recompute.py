@@ -98,6 +98,21 @@ def test_a_tie_that_a_recomputation_would_break_otherwise_stays_broken(runner, r
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
+def test_a_recomputed_layer_has_the_same_bits():
+    def run(world, runner):
+        layer = build(world, router=False)
+        hidden = random.normal(random.Key(2, "x"), (2, 5, 3), dtype=torch.float64).requires_grad_()
+        output, report = layer(hidden) if runner is None else runner(layer, hidden)
+        (output.square().sum() + report.balance + report.z).backward()
+        return [output.detach(), hidden.grad, *(p.grad for p in layer.parameters())]
+
+    kept = LocalWorld(2).run(lambda world: run(world, None))
+    for runner in (through_contexts, through_captures):
+        again = LocalWorld(2).run(lambda world, runner=runner: run(world, runner))
+        for plain, other in zip(kept, again, strict=True):
+            assert all(map(torch.equal, plain, other))
+
+
 def test_a_recomputation_without_notes_is_refused():
     layer = build(LocalWorld(1).run(lambda world: world)[0])
     hidden = torch.ones(1, 2, 3, dtype=torch.float64, requires_grad=True)

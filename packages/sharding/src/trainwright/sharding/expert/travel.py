@@ -43,34 +43,42 @@ def sum_returned(
     if not torch.is_grad_enabled():
         returned_AD = _exchange(rows_RD, ranks.ep, trip.sent, trip.received)
         return sum_rows(returned_AD, trip.choices, weights_NK)
-    summed = _ReturnedSum.apply(rows_RD, weights_NK, trip, ranks)  # type: ignore[no-untyped-call]
+    summed, _ = _ReturnedSum.apply(rows_RD, weights_NK, trip, ranks)  # type: ignore[no-untyped-call]
     return cast(torch.Tensor, summed)
 
 
 class _ReturnedSum(torch.autograd.Function):
+    """The weighted sum, and beside it what has returned over ep.
+
+    Second derivatives need the way from the rows to what has returned: as an output it has one.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, rows_RD: torch.Tensor, weights_NK: torch.Tensor, trip: Trip, ranks: ExpertRanks
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         returned_AD = _exchange(rows_RD, ranks.ep, trip.sent, trip.received)
         ctx.save_for_backward(returned_AD, weights_NK)
         ctx.way = (trip, ranks)
-        return sum_rows(returned_AD, trip.choices, weights_NK)
+        ctx.set_materialize_grads(False)
+        summed_ND = sum_rows(returned_AD, trip.choices, weights_NK)
+        return summed_ND, None if returned_AD is rows_RD else returned_AD
 
     @staticmethod
     def backward(
-        ctx: Any, gradient_ND: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        ctx: Any, gradient_ND: torch.Tensor | None, of_returned: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         returned_AD, weights_NK = ctx.saved_tensors
         trip, ranks = ctx.way
-        if torch.is_grad_enabled():
-            return *_gradients_again(gradient_ND, returned_AD, weights_NK, trip, ranks), None, None
-        choices, is_alone = trip.choices, ranks.ep.size == 1
+        if gradient_ND is None or of_returned is not None or torch.is_grad_enabled():
+            given = _gradients_again(ctx, gradient_ND, of_returned, returned_AD, weights_NK)
+            return *given, None, None
+        choices = trip.choices
         weights_A = weights_NK.flatten().index_select(0, choices.order)
-        num_rows = returned_AD.shape[0]
-        # Alone, what is written stays: it is the gradient itself.
-        fresh = torch.empty_like(returned_AD) if is_alone else None
-        of_AD = ranks.scratch.take(num_rows, returned_AD) if fresh is None else fresh
+        if ranks.ep.size == 1:
+            of_AD = torch.empty_like(returned_AD)  # it stays: it is the gradient itself
+        else:
+            of_AD = ranks.scratch.take(returned_AD.shape[0], returned_AD)
         dots_A = scale_rows(gradient_ND, returned_AD, weights_A, choices, of_AD)
         of_weights = torch.zeros_like(weights_NK).flatten().index_copy(0, choices.order, dots_A)
         of_rows = _exchange(of_AD, ranks.ep, trip.received, trip.sent)
@@ -78,22 +86,26 @@ class _ReturnedSum(torch.autograd.Function):
 
 
 def _gradients_again(
-    gradient_ND: torch.Tensor,
+    ctx: Any,
+    gradient_ND: torch.Tensor | None,
+    of_returned: torch.Tensor | None,
     returned_AD: torch.Tensor,
     weights_NK: torch.Tensor,
-    trip: Trip,
-    ranks: ExpertRanks,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of a weighted sum so that they have gradients themselves."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of rows and weights so that they have gradients themselves."""
+    trip, ranks = ctx.way
     choices = trip.choices
-    ours_AD = gradient_ND.index_select(0, choices.token)
-    weights_A = weights_NK.flatten().index_select(0, choices.order)
-    dots_A = (returned_AD * ours_AD).sum(-1)
-    of_weights = torch.zeros_like(weights_NK).flatten().index_copy(0, choices.order, dots_A)
-    of_rows = differentiable.all_to_all(
-        ours_AD * weights_A[:, None], ranks.ep, trip.received, trip.sent
-    )
-    return of_rows, of_weights.view_as(weights_NK)
+    of_AD, of_weights = of_returned, None
+    if gradient_ND is not None:
+        ours_AD = gradient_ND.index_select(0, choices.token)
+        scaled_AD = ours_AD * weights_NK.flatten().index_select(0, choices.order)[:, None]
+        of_AD = scaled_AD if of_AD is None else of_AD + scaled_AD
+        dots_A = (returned_AD * ours_AD).sum(-1)
+        of_weights = torch.zeros_like(weights_NK).flatten().index_copy(0, choices.order, dots_A)
+        of_weights = of_weights.view_as(weights_NK)
+    if of_AD is None:
+        return None, of_weights
+    return differentiable.all_to_all(of_AD, ranks.ep, trip.received, trip.sent), of_weights
 
 
 def _send(tokens_ND: torch.Tensor, trip: Trip, ranks: ExpertRanks) -> torch.Tensor:
