@@ -130,11 +130,13 @@ CONTEXT_PARALLEL: list[tuple[str, dict[str, object]]] = [
     for context in CONTEXTS
     for zero in (0, 1, 2, 3)
     for layout, variant in (
+        ("cp=6", {"recompute": "every-2"}),
         ("cp=5", {"recompute": "every-2"}),
         ("dp=2,cp=2,pp=2", {"microbatches": 3, "schedule": "zb-v", "recompute": "full"}),
         ("cp=2,tp=2,pp=2", {"microbatches": 2, "sequence_parallel": True, "model": "tiny-tied"}),
         ("cp=4,tp=2", {"microbatches": 3}),
     )
+    if context != "hybrid" or layout in ("cp=6", "cp=4,tp=2")
 ]
 SEQUENCE_PARALLEL = [
     (

@@ -298,6 +298,7 @@ def test_the_environment_of_torchrun_and_of_slurm_place_a_process() -> None:
         (["--async-save"], "--async-save has no effect with --save-every 0"),
         (["--context", "ulysses"], "--context ulysses has no effect with --layout dp=1"),
         (["--context", "rings"], "did you mean ring?"),
+        (["--context", "hybrid", "--layout", "cp=3"], "make no rows of two and more"),
         (
             ["--keep", "1", "--save-every", "10", "--keep-every", "25"],
             "must be a multiple of --save-every 10; 20 or 30 works",

@@ -25,7 +25,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 GATHERS = ("auto", "step", "action", "unit")
 REDUCTIONS = ("step", "microbatch")
 CODECS = ("int8", "fp8", "bf16")
-CONTEXTS = ("ring", "ulysses", "gathered")
+CONTEXTS = ("ring", "ulysses", "gathered", "hybrid")
 
 
 @attrs.frozen
@@ -51,7 +51,8 @@ class RunConfig:
         sequence_parallel: whether tensor-parallel ranks have a part of the positions each between
             their products, instead of all.
         context: how context-parallel ranks attend to each other's positions: keys and values go
-            round a ``ring``, heads are exchanged (``ulysses``), or all keys are ``gathered``.
+            round a ``ring``, heads are exchanged (``ulysses``), all keys are ``gathered``, or
+            heads are exchanged in rows and keys go round between these (``hybrid``).
         zero: stage of sharded data parallelism.
         gather: when stage 3 makes weights whole: ``unit`` by unit around their use, a whole
             pipeline stage for the ``step`` or for each ``action``; ``auto`` is unit without a

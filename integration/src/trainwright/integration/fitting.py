@@ -9,6 +9,7 @@ from trainwright.integration.errors import ConfigError
 from trainwright.integration.float8_fitting import check_float8
 from trainwright.integration.guarding import read_guards
 from trainwright.integration.model import ModelShape
+from trainwright.integration.sequence_part import row_of
 from trainwright.pipeline_schedules import GENERATORS
 from trainwright.sharding import MeshShape
 
@@ -125,6 +126,11 @@ def _check_sequence(mesh: MeshShape, config: RunConfig) -> None:
         raise ConfigError(
             f"--context {config.context} has no effect with --layout {config.layout}: it says how "
             "ranks that share sequences attend; set cp"
+        )
+    if config.context == "hybrid" and row_of(mesh.cp) == 1:
+        raise ConfigError(
+            f"--context hybrid with --layout {config.layout}: cp={mesh.cp} ranks make no rows of "
+            "two and more; take --context ring, or cp=4, 6, 8, 9, ..."
         )
     if config.sequence_length < mesh.cp:
         raise ConfigError(

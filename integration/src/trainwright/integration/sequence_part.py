@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 
 import attrs
@@ -13,9 +15,14 @@ from trainwright.collectives import Communicator
 from trainwright.sharding.context import (
     ContextLayout,
     gathered_attention,
+    hybrid_attention,
+    hybrid_communicators,
     ring_attention,
     ulysses_attention,
 )
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From queries [B, H, S, E], keys and values [B, K, S, E] to what the queries see [B, H, S, E]."""
 
 ATTENTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "ring": ring_attention,
@@ -32,12 +39,10 @@ class SequencePart:
     Args:
         layout: Which positions each rank has.
         comm: The ranks that share a sequence.
-        attention: One of `ATTENTIONS`.
     """
 
     layout: ContextLayout
     comm: Communicator
-    attention: str = "ring"
 
     @property
     def length(self) -> int:
@@ -52,16 +57,22 @@ class SequencePart:
         """Return this rank's part of what has whole sequences along its last dim."""
         return self.layout.split(whole, -1, self.comm.rank).contiguous()
 
-    def has(self, position: int) -> bool:
-        """Return whether a position is one of this rank's."""
-        return position in self.layout.positions(self.comm.rank)
+    def attention(self, name: str) -> Attend:
+        """Return causal attention of this rank's queries to the keys of all ranks.
 
-    def attend(
-        self, q_BHSE: torch.Tensor, k_BKSE: torch.Tensor, v_BKSE: torch.Tensor
-    ) -> torch.Tensor:
-        """Return causal attention of this rank's queries to the keys of all ranks, [B, H, S, E].
+        Args:
+            name: One of `ATTENTIONS`, or ``hybrid``: heads are exchanged between neighbours, as
+                many as `row_of` says, and keys go round between these rows.
 
-        Communicates: what the chosen attention does, over the ranks that share a sequence.
+        Communicates: With ``hybrid`` two splits of the ranks; what is returned does what the chosen
+            attention does.
         """
-        attend = ATTENTIONS[self.attention]
-        return attend(q_BHSE, k_BKSE, v_BKSE, layout=self.layout, comm=self.comm)
+        if name == "hybrid":
+            grid = hybrid_communicators(self.comm, row_of(self.comm.size))
+            return functools.partial(hybrid_attention, layout=self.layout, comm=grid)
+        return functools.partial(ATTENTIONS[name], layout=self.layout, comm=self.comm)
+
+
+def row_of(size: int) -> int:
+    """Return the greatest divisor of ``size`` up to its square root."""
+    return max(row for row in range(1, math.isqrt(size) + 1) if size % row == 0)

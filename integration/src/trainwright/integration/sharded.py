@@ -46,7 +46,7 @@ def build_stages(
     sequence = None
     if config.sequence_parallel:
         sequence = SequenceSharding.keeping_shards(length=part.length)
-    attend = attend_causally if config.mesh.cp == 1 else part.attend
+    attend = attend_causally if config.mesh.cp == 1 else part.attention(config.context)
     layers = TensorParallelLayers(mesh, sequence, attend)
     runner = compose(
         parse_policy(config.recompute, captures=[capture_routing]),
@@ -67,7 +67,7 @@ def build_stages(
 def sequence_part(config: RunConfig, mesh: Mesh) -> SequencePart:
     """Return which positions of each sequence this rank has: all, without context parallelism."""
     layout = ContextLayout("zigzag", config.sequence_length, config.mesh.cp)
-    return SequencePart(layout, mesh.communicator("cp"), config.context)
+    return SequencePart(layout, mesh.communicator("cp"))
 
 
 def shard_model(

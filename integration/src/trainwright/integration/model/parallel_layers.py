@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from trainwright.collectives.differentiable import replicate_to_partial
 from trainwright.integration.model.blocks import RMSNorm, attend_causally
 from trainwright.integration.model.shape import ExpertShape, ModelShape
+from trainwright.integration.sequence_part import Attend
 from trainwright.sharding import Mesh
 from trainwright.sharding.expert import MixtureOfExperts
 from trainwright.sharding.tensor import (
@@ -27,9 +26,6 @@ from trainwright.sharding.tensor import (
     place_partial_,
     vocab_parallel_cross_entropy,
 )
-
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From queries [B, H, S, E], keys and values [B, K, S, E] to what the queries see [B, H, S, E]."""
 
 
 class TensorParallelLayers:
