@@ -1,5 +1,15 @@
 """Meshes, placements, data and tensor parallelism for PyTorch modules."""
 
+from trainwright.sharding.context import (
+    ContextLayout,
+    Documents,
+    change_layout,
+    gathered_attention,
+    hybrid_attention,
+    hybrid_communicators,
+    ring_attention,
+    ulysses_attention,
+)
 from trainwright.sharding.data import (
     DataParallel,
     GatherOrderWarning,
@@ -97,8 +107,10 @@ from trainwright.sharding.tensor import (
 
 __all__ = [
     "ColumnParallelLinear",
+    "ContextLayout",
     "Cut",
     "DataParallel",
+    "Documents",
     "DropoutPlace",
     "GatherOrderWarning",
     "GradientPiece",
@@ -143,6 +155,7 @@ __all__ = [
     "by_name",
     "by_size",
     "capture_routing",
+    "change_layout",
     "check_indices",
     "check_optimizer",
     "check_replicas",
@@ -152,6 +165,9 @@ __all__ = [
     "draw_parameter_",
     "dtensor_state_dict",
     "full_state_dict",
+    "gathered_attention",
+    "hybrid_attention",
+    "hybrid_communicators",
     "largest_magnitude",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",
@@ -173,12 +189,14 @@ __all__ = [
     "policy_from_fsdp",
     "power_sum",
     "redistribute",
+    "ring_attention",
     "routing_contexts",
     "seeded_reset",
     "shard_spec",
     "square_sum",
     "stack_experts",
     "terms_of",
+    "ulysses_attention",
     "unparallelize",
     "unstack_experts",
     "update_expert_bias",
