@@ -13,6 +13,7 @@ from torch import nn
 
 from trainwright.collectives import LocalWorld
 from trainwright.precision import (
+    BFloat16Moments,
     DynamicLossScaler,
     MasterWeights,
     NotAvailableError,
@@ -347,6 +348,59 @@ def test_what_an_optimizer_writes_into_its_groups_is_kept():
     assert optimizer.param_groups[0]["calls"] == 2
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw_fused"])
+@pytest.mark.parametrize("moments", [None, BFloat16Moments()], ids=["float32", "bfloat16"])
+def test_a_group_added_later_trains_as_one_given_at_the_start(name, moments):
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in [(3, 4), (5,), (2, 2)]]
+    dtypes = [BF16, BF16, FP32]
+    weights, others = (
+        [nn.Parameter(v.to(dtype)) for v, dtype in zip(values, dtypes, strict=True)]
+        for _ in range(2)
+    )
+    late = {"params": [("b", others[1]), ("c", others[2])], "lr": 0.5}
+    whole = MasterWeights(
+        [
+            {"params": [("a", weights[0])]},
+            {**late, "params": [("b", weights[1]), ("c", weights[2])]},
+        ],
+        OPTIMIZERS[name],
+        moments=moments,
+    )
+    grown = MasterWeights([("a", others[0])], OPTIMIZERS[name], moments=moments)
+
+    for step in range(4):
+        if step == 1:
+            grown.add_param_group(late)
+        for weight, other in zip(weights, others, strict=True):
+            present = step > 0 or weight is weights[0]
+            weight.grad = torch.randn(weight.shape, generator=generator) if present else None
+            other.grad = None if weight.grad is None else weight.grad.clone()
+        whole.step()
+        grown.step()
+    saved = copy.deepcopy(grown.state_dict())
+    grown.load_state_dict(saved)
+
+    assert grown.param_groups[1]["lr"] == 0.5
+    assert grown.param_groups[1]["param_names"] == ["b", "c"]
+    assert all(torch.equal(one, two) for one, two in zip(weights, others, strict=True))
+    masters, expected = saved["masters"], whole.state_dict()["masters"]
+    assert set(masters) == set(expected) == {"a", "b"}
+    assert all(torch.equal(masters[key], expected[key]) for key in masters)
+
+
+def test_a_group_that_is_refused_changes_nothing():
+    _, optimizer = scalar(1.0)
+    late = nn.Parameter(torch.ones(1, dtype=BF16))
+    late.sum().backward()
+
+    with pytest.raises(PrecisionError, match="v already has a gradient"):
+        optimizer.add_param_group({"params": [("v", late)]})
+
+    assert len(optimizer.param_groups) == 1
+    assert set(optimizer.state_dict()["masters"]) == {"w"}
+
+
 def test_a_parameter_without_gradient_is_left_alone():
     model, optimizer = narrow_model(functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5))
     before = model[3].weight.detach().clone()
@@ -411,13 +465,20 @@ def test_a_gradient_too_small_for_float16_survives_unscaling():
         ),
         (lambda: scalar(1.0)[1].step(lambda: None), NotAvailableError, "closure"),
         (
-            lambda: scalar(1.0)[1].add_param_group({"params": []}),
-            NotAvailableError,
-            "parameter group",
+            lambda: scalar(1.0)[1].add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+            PrecisionError,
+            "pairs",
+        ),
+        (
+            lambda: scalar(1.0)[1].add_param_group(
+                {"params": [("w", nn.Parameter(torch.ones(1)))]}
+            ),
+            PrecisionError,
+            "w is a parameter of this optimizer already",
         ),
         (lambda: copy.deepcopy(scalar(1.0)[1]), PrecisionError, "state_dict"),
     ],
-    ids=["empty", "no names", "same name", "closure", "group", "copy"],
+    ids=["empty", "no names", "same name", "closure", "group", "taken", "copy"],
 )
 def test_what_cannot_be_done_says_the_way_out(make, error, message):
     with pytest.raises(error, match=message):

@@ -66,6 +66,7 @@ def encode_blocks(
     shifts = shifts and float(multipliers.amin()) * factor >= _SMALLEST
     wanted = multipliers * factor if shifts else multipliers
     dropped = _MANTISSA_BITS - format.mantissa_bits
+    shift = torch.tensor(dropped, dtype=torch.int32, device=values.device)
     codes = torch.empty_like(values, dtype=torch.uint8)
     scratch = values.new_empty(min(_PIECE, values.numel()))
     for where, drawn in draws:
@@ -75,7 +76,8 @@ def encode_blocks(
         bits = scaled.view(torch.int32)
         if shifts:
             # Draws carry into the magnitude whatever the sign is, which is cut off with the rest.
-            bits.add_(drawn, alpha=1 << (dropped - 16)).bitwise_right_shift_(dropped)
+            bits.add_(drawn, alpha=1 << (dropped - 16))
+            torch.bitwise_right_shift(bits, shift, out=bits)
         else:
             _round_by_exponents(scaled.abs_(), drawn, format)
         found = codes[where].copy_(bits)
@@ -104,6 +106,9 @@ def decode_blocks(
     wanted = scales * factor if shifts else scales
     dropped = _MANTISSA_BITS - format.mantissa_bits
     magnitude = (1 << (format.exponent_bits + format.mantissa_bits)) - 1
+    # As tensors: with numbers the operations make a copy first.
+    shift = torch.tensor(dropped, dtype=torch.int32, device=codes.device)
+    mask = torch.tensor(-(1 << 31) | magnitude << dropped, dtype=torch.int32, device=codes.device)
     for first in range(0, codes.numel(), _PIECE):
         part, found = out[first : first + _PIECE], codes[first : first + _PIECE]
         if not shifts:
@@ -111,9 +116,11 @@ def decode_blocks(
         elif format.bits == 8:
             bits = part.view(torch.int32).copy_(found.view(torch.int8))
             # The sign was spread over all bits above the code.
-            bits.bitwise_left_shift_(dropped).bitwise_and_(-(1 << 31) | magnitude << dropped)
+            torch.bitwise_left_shift(bits, shift, out=bits)
+            torch.bitwise_and(bits, mask, out=bits)
         else:
-            part.view(torch.int32).copy_(found).bitwise_left_shift_(dropped)
+            bits = part.view(torch.int32).copy_(found)
+            torch.bitwise_left_shift(bits, shift, out=bits)
         _times_blocks(part, wanted[first // block :], block, part)
 
 

@@ -69,13 +69,12 @@ class MasterWeights(torch.optim.Optimizer):
         self._narrow = [i for i, w in enumerate(self._weights) if w is not self._masters[i]]
         self._inner = factory(self._groups_of_masters(groups))
         self._comparison = Comparison()
-        self._one_pass = self._bundled = None
+        self._one_pass: OnePass | None = None
+        self._bundled: BundledStep | None = None
+        self._name_of = dict(zip(self._masters, self._names, strict=True))
         if moments is not None:
-            names = dict(zip(self._masters, self._names, strict=True))
-            self._bundled = BundledStep(self._inner, names, moments)
-        elif OnePass.fits(self._inner, self._weights):
-            held = self._inner, self._weights, self._masters
-            self._one_pass = OnePass(*held, self._comparison)
+            self._bundled = BundledStep(self._inner, self._name_of, moments)
+        self._plan_pass()
         # What PyTorch's fused optimizers say of themselves: `step` takes heed of found_inf and
         # grad_scale, where a loss scaler has set them.
         self._step_supports_amp_scaling = moments is None and skips_by_itself(self._inner)
@@ -84,7 +83,8 @@ class MasterWeights(torch.optim.Optimizer):
         self._sealed = True
         copy_options(self._inner.param_groups, self.param_groups)
         for index in self._narrow:
-            _widen_gradient(self._names[index], self._weights[index])
+            _check_no_gradient(self._names[index], self._weights[index])
+            self._weights[index].grad_dtype = torch.float32
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -151,16 +151,49 @@ class MasterWeights(torch.optim.Optimizer):
         self._show_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: parameter groups are fixed when the masters are made."""
-        if self._sealed:
-            raise NotAvailableError(
-                "adding a parameter group is not available yet; make a new MasterWeights of all "
-                "parameters and load the old one's state"
-            )
-        super().add_param_group(param_group)
+        """Take on more parameters; their masters start from the weights as they are.
+
+        Args:
+            param_group: "params" are (name, parameter) pairs; options as of the optimizer.
+
+        Raises:
+            PrecisionError: names are missing or taken, a parameter is there already, or has a
+                gradient in 16 bits; nothing is changed then.
+        """
+        if not self._sealed:
+            super().add_param_group(param_group)
+            return
+        group = named_groups([param_group])[0]
+        for name, weight in group["params"]:
+            if name in self._names or any(weight is own for own in self._weights):
+                raise PrecisionError(f"{name} is a parameter of this optimizer already")
+            _check_no_gradient(name, weight)
+        pairs = list(group["params"])
+        masters = [_master_of(name, weight, None) for name, weight in pairs]
+        named = [(name, own) for (name, _), own in zip(pairs, masters, strict=True)]
+        self._inner.add_param_group({**group, "params": named})
+        self._sealed = False
+        super().add_param_group(group)
+        self._sealed = True
+        for (name, weight), master in zip(pairs, masters, strict=True):
+            if master is not weight:
+                self._narrow.append(len(self._names))
+                weight.grad_dtype = torch.float32
+            self._names.append(name)
+            self._weights.append(weight)
+            self._masters.append(master)
+            self._name_of[master] = name
+        copy_options(self._inner.param_groups[-1:], self.param_groups[-1:])
+        self._plan_pass()
 
     def __reduce__(self) -> Never:
         raise PrecisionError("MasterWeights cannot be pickled or copied; keep its state_dict()")
+
+    def _plan_pass(self) -> None:
+        self._one_pass = None
+        if self._bundled is None and OnePass.fits(self._inner, self._weights):
+            held = self._inner, self._weights, self._masters
+            self._one_pass = OnePass(*held, self._comparison)
 
     def _groups_of_masters(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         masters = iter(self._masters)
@@ -250,13 +283,12 @@ def _master_of(name: str, weight: torch.Tensor, original: torch.Tensor | None) -
     return original.detach().to(wide).requires_grad_(weight.requires_grad)
 
 
-def _widen_gradient(name: str, weight: torch.Tensor) -> None:
-    if weight.grad is not None:
+def _check_no_gradient(name: str, weight: torch.Tensor) -> None:
+    if weight.grad is not None and weight.dtype.itemsize < 4:
         raise PrecisionError(
             f"{name} already has a gradient in {weight.grad.dtype}; make MasterWeights before the "
             "first backward pass"
         )
-    weight.grad_dtype = torch.float32
 
 
 def _shape(shape: torch.Size | None) -> str:
