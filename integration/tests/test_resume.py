@@ -7,18 +7,20 @@ import functools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainwright.checkpointing import CheckpointingWarning, LocalFiles, StateStore
 from trainwright.checkpointing.testing.failing import FailingFiles
 from trainwright.collectives import Communicator, LocalWorld
-from trainwright.integration import worker
+from trainwright.integration import numerics, worker
 from trainwright.integration.cli import main
 from trainwright.integration.data import read_corpus
 from trainwright.integration.errors import DataError
 from trainwright.integration.run_folder import WRITER, RunFolder
 from trainwright.integration.worker import check_same_data
+from trainwright.precision import DynamicLossScaler
 from trainwright.stability_guards import FileJournal
 
 SMALL = ["--threads-as-ranks", "--sequence-length", "16", "--global-batch", "4"]
@@ -141,6 +143,28 @@ def test_checkpoints_of_another_run_are_neither_resumed_nor_removed(
     assert len(left) == 2
     assert refused == 1
     assert "complete: step 3 of run" in capsys.readouterr().err
+
+
+def test_a_run_that_ends_while_its_loss_scale_falls_is_kept_and_goes_on_falling(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "falling"
+    made = []
+
+    def steep(**options: Any) -> DynamicLossScaler:
+        made.append(DynamicLossScaler(2.0**40, **options))
+        return made[-1]
+
+    monkeypatch.setattr(numerics, "DynamicLossScaler", steep)
+    begun = ["train", *SMALL, "--dtype", "float16", "--data", str(data), "--out", str(folder)]
+    going = ["train", "--threads-as-ranks", "--resume", str(folder), "--steps", "5"]
+
+    assert main([*begun, "--steps", "3"]) == 0
+    assert main(going) == 0
+
+    assert [row["verdict"] for row in _rows(folder)] == ["SKIP"] * 5
+    assert [scaler.get_scale() for scaler in made] == [2.0**37, 2.0**35]
+    assert StateStore(folder / "checkpoints").steps() == [3, 5]
 
 
 def test_the_last_checkpoints_and_every_nth_stay(tmp_path: Path, data: Path) -> None:

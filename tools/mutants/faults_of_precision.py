@@ -33,7 +33,7 @@ FAULTS_OF_PRECISION = (
         DELAYED,
     ),
     Fault(
-        "the loss is scaled twice",
+        "losses are multiplied by twice what gradients are divided by",
         f"{INTEGRATION}/recipe.py",
         "divisor=batch.divisor, loss_scale=scale)",
         "divisor=batch.divisor / 2, loss_scale=scale)",

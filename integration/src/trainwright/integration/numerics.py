@@ -39,6 +39,11 @@ def scales_losses(config: RunConfig) -> bool:
     return policy(config.dtype).compute is torch.float16
 
 
+def may_overflow(scaler: LossScaler) -> bool:
+    """Whether gradients overflow now and then in a healthy run: the scale finds its place so."""
+    return not isinstance(scaler, UnitLossScaler)
+
+
 @attrs.frozen(eq=False)
 class ProductScales:
     """What the FP8 products of this rank's stages remember; empty where no product is FP8.

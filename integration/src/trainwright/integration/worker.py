@@ -21,6 +21,7 @@ from trainwright.integration.data.reader import evenly_spaced
 from trainwright.integration.errors import ConfigError, DataError
 from trainwright.integration.evaluation import evaluate
 from trainwright.integration.generation import generate
+from trainwright.integration.numerics import may_overflow
 from trainwright.integration.observers import MetricsFile, display
 from trainwright.integration.parts import Parts, Progress, assemble
 from trainwright.integration.plot import plot_loss
@@ -162,10 +163,18 @@ def _train(saver: Saver, folder: RunFolder) -> list[StepRecord]:
         show = opened.enter_context(display(first, parts.steps, progress.step))
         check = ReplicaCheck(parts, parts.guards.replicas_every)
         train(parts, progress, [*observers, check, saver, show])
-    if last and last[0].verdict is not Verdict.CONTINUE:
+    if last and last[0].verdict is not Verdict.CONTINUE and not _bears_skip(parts, last[0].loss):
         reason = parts.journal.entries[-1].reason
         raise HaltError(f"{reason}; the run ended on skipped steps, which are not saved")
     return last
+
+
+def _bears_skip(parts: Parts, loss: float) -> bool:
+    """Whether a skipped step has left a state worth keeping.
+
+    Gradients of scaled losses may overflow in a healthy run; its weights stay as they were.
+    """
+    return may_overflow(parts.scaler) and math.isfinite(loss)
 
 
 def _finish(
