@@ -16,7 +16,7 @@ from trainwright.checkpointing.protocol import Held, Keeper
 from trainwright.collectives.codec import BlockFloat8, BlockInt8, Codec
 from trainwright.collectives.errors import UsageError
 
-from .strided import Strided, is_plain
+from .strided import Strided, has_gaps, is_plain
 
 _WIDER = (torch.float64, torch.float32)
 _FLOATING = (*_WIDER, torch.float16, torch.bfloat16)
@@ -66,6 +66,7 @@ class HeldEncoded:
 
     codec: Codec
     layout: Strided
+    has_gaps: bool
     parts: tuple[torch.Tensor | Held, ...]
 
     @property
@@ -77,12 +78,14 @@ class HeldEncoded:
         return tuple(found)
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor, decoded."""
+        """Return the tensor, decoded; without the gaps that it had among others' elements."""
         parts = [p if isinstance(p, torch.Tensor) else p.restore() for p in self.parts]
         layout = self.layout
         decoded = self.codec.decode(parts, layout.shape_of_elements, layout.dtype)
         if decoded.stride() == layout.stride:
             return decoded
+        if self.has_gaps:
+            return layout.spread(decoded)
         return layout.spread(layout.empty().copy_(decoded))
 
 
@@ -117,7 +120,7 @@ class Compress:
         if encoded is None:
             return self.hold_exactly(tensor)
         parts = [self.hold_exactly(part) or part for part in encoded]
-        return HeldEncoded(self.codec, Strided.of(tensor), tuple(parts))
+        return HeldEncoded(self.codec, Strided.of(tensor), has_gaps(tensor), tuple(parts))
 
     def hold_exactly(self, tensor: torch.Tensor) -> Held | None:
         """Return the tensor as ``then`` holds it, for one that must not lose anything."""

@@ -17,7 +17,7 @@ from trainwright.checkpointing.errors import PolicyError, ReplayError
 from trainwright.checkpointing.protocol import Held, Keeper, LayerRunner
 
 from .measure import SavedBytes, StorageSet, tracker
-from .strided import has_gaps, whole_of
+from .strided import is_part_of_whole, whole_of
 
 _HOLDING: contextvars.ContextVar[Holding | None] = contextvars.ContextVar(
     "trainwright_holding", default=None
@@ -44,6 +44,8 @@ class Holding:
         self._otherwise = otherwise
         self._excluded = StorageSet(excluded)
         self._tracker = tracker()
+        # What a codec would make of elements in between, which may be anything, would be spread.
+        self._is_lossy = hasattr(keeper, "hold_exactly")
         self._rows: set[tuple[int, ...]] = set()
         # Weak: what is held lives as long as the graph, not as this object.
         self._known: dict[_Identity, tuple[weakref.ref[Any], weakref.ref[_Shared]]] = {}
@@ -54,13 +56,18 @@ class Holding:
             return self._as_it_is(tensor)
         shape = tuple(tensor.shape)
         # One number for each row of another tensor: an error in it would count for the row.
-        is_statistics = shape in self._rows
+        is_statistics = shape in self._rows or shape[-1:] == (1,)
         self._rows.add(shape[:-1])
-        if has_gaps(tensor):
-            # Others have their elements in between, as queries among keys: all are held together.
-            whole = self.hold(whole_of(tensor.detach()))
-            offset = int(tensor.storage_offset())
-            return _View(whole, shape, tensor.stride(), offset)
+        if is_part_of_whole(tensor, gaps=not self._is_lossy):
+            whole = self._hold(whole_of(tensor.detach()), is_statistics)
+            return _View(whole, shape, tensor.stride(), int(tensor.storage_offset()))
+        return self._hold(tensor, is_statistics)
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the hooks by which autograd asks."""
+        return saved_tensors_hooks(self.hold, _restore)
+
+    def _hold(self, tensor: torch.Tensor, is_statistics: bool) -> _Shared | _AsItIs | _View:
         identity = _identity(tensor)
         known = self._known.get(identity)
         # The number of a storage that is gone may be given to another one.
@@ -78,10 +85,6 @@ class Holding:
         shared = _Shared(held, self._tracker)
         self._known[identity] = (weakref.ref(tensor.untyped_storage()), weakref.ref(shared))
         return shared
-
-    def hooks(self) -> saved_tensors_hooks:
-        """Return the hooks by which autograd asks."""
-        return saved_tensors_hooks(self.hold, _restore)
 
     def _as_it_is(self, tensor: torch.Tensor) -> _Shared | _AsItIs | _View:
         if self._otherwise is not None:

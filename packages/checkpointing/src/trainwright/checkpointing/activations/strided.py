@@ -55,17 +55,24 @@ class Strided:
 
 
 def has_gaps(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that `is_plain` leaves out elements between its own, as a part of a whole.
+    """Whether a tensor that `is_plain` leaves out elements that lie between its own."""
+    count, span, _ = _extent(tensor)
+    return span > count
 
-    A small part, such as a few columns of a workspace, is not taken for one.
+
+def is_part_of_whole(tensor: torch.Tensor, *, gaps: bool) -> bool:
+    """Whether a tensor is best held with all of its storage, which others may share.
+
+    That is one that covers its storage in another shape, and where ``gaps`` are allowed one that
+    leaves out elements in between, as queries do among keys; but no small part, such as a few
+    columns of a workspace.
     """
     if not tensor.numel() or not is_plain(tensor):
         return False
-    dims = [(n, stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
-    span = 1 + sum((size - 1) * stride for size, stride in dims)
-    count = math.prod(size for size, _ in dims)
-    length, rest = divmod(tensor.untyped_storage().nbytes(), tensor.element_size())
-    return not rest and span > count and length <= _LARGEST_WHOLE * count
+    count, span, length = _extent(tensor)
+    if length is None or (tensor.dim() == 1 and count == length):
+        return False
+    return count == length or (gaps and span > count and length <= _LARGEST_WHOLE * count)
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,3 +99,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
                 return False
             reach = stride * (size - 1) + reach
     return True
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int, int | None]:
+    """Count the elements, the places from the first to the last, and those of the storage."""
+    dims = [(n, stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    count = math.prod(size for size, _ in dims)
+    span = 1 + sum((size - 1) * stride for size, stride in dims) if count else 0
+    length, rest = divmod(tensor.untyped_storage().nbytes(), tensor.element_size())
+    return count, span, None if rest else length
