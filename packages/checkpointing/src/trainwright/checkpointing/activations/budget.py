@@ -31,6 +31,8 @@ from .reach import Segment
 # A device of so many operations and bytes a second; only the quotient counts for plans.
 _FLOPS_PER_S = 1e12
 _BYTES_PER_S = 1e10
+# Sizes of memory told apart: a plan for inputs of a new kind is made within a step of training.
+_STEPS = 100
 
 
 @attrs.frozen
@@ -84,7 +86,7 @@ class WithinBudget:
             segment = _Counted(Segment((layer,), number), self.options)
             hidden = segment(hidden, *args, **kwargs)
             costs.append(segment.cost(hidden))
-        known[kind] = plan_chain(ChainCosts(costs, input_bytes), self.budget_bytes)
+        known[kind] = plan_chain(ChainCosts(costs, input_bytes), self.budget_bytes, steps=_STEPS)
         return hidden
 
     def plans(self) -> list[ChainPlan]:

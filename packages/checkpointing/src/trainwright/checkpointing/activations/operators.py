@@ -35,7 +35,13 @@ _FAMILIES: dict[str, tuple[str, ...]] = {
 }
 
 #: Products of activations with weights: dear to run again, so selective policies keep them.
-MATRIX_PRODUCTS: tuple[str, ...] = ("mm", "addmm", "_scaled_mm", "_grouped_mm")
+MATRIX_PRODUCTS: tuple[str, ...] = (
+    "mm",
+    "addmm",
+    "_scaled_mm",
+    "_grouped_mm",
+    "mkldnn._linear_pointwise",
+)
 
 
 @attrs.frozen
@@ -83,6 +89,11 @@ def operators_named(given: object) -> Operators:
     raise PolicyError(f"there is no operator {given!r}{_nearest(name)}")
 
 
+def products_with_weights() -> Operators:
+    """Return `MATRIX_PRODUCTS`, those of them that this PyTorch has."""
+    return Operators("products with weights", _found(MATRIX_PRODUCTS))
+
+
 def named(rule: Iterable[object]) -> tuple[Operators, ...]:
     """Return what each entry of a list stands for."""
     if isinstance(rule, str):
@@ -111,8 +122,12 @@ def _of_packet(given: str, packet: OpOverloadPacket) -> Operators:
 
 
 def _of_family(name: str) -> frozenset[OpOverload]:
+    return _found(_FAMILIES[name])
+
+
+def _found(names: Iterable[str]) -> frozenset[OpOverload]:
     found: set[OpOverload] = set()
-    for member in _FAMILIES[name]:
+    for member in names:
         space, operator, _ = _parts(member)
         packet = getattr(getattr(torch.ops, space), operator, None)
         if isinstance(packet, OpOverloadPacket):

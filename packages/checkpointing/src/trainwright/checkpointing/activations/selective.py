@@ -14,7 +14,7 @@ from trainwright.checkpointing.errors import PolicyError
 from trainwright.checkpointing.protocol import Keeper
 
 from .kept_operators import KeptOperators, OperatorReport
-from .operators import MATRIX_PRODUCTS, Operators, named, operators_named, short_name
+from .operators import Operators, named, products_with_weights, short_name
 from .policy import RecomputeEvery, RecomputeOptions, recompute_all, recomputed
 from .reach import Segment
 
@@ -121,8 +121,5 @@ def selective(
     Source: Korthikanti et al., Reducing Activation Recomputation (arXiv 2205.05198), section 5,
     which recomputes the attention core only.
     """
-    overloads = frozenset[OpOverload]().union(
-        *(operators_named(name).overloads for name in MATRIX_PRODUCTS)
-    )
-    rule = KeptByName(((Operators("products with weights", overloads), None),))
+    rule = KeptByName(((products_with_weights(), None),))
     return SelectiveRecompute(rule, options=recompute_all(**options), report=report)
