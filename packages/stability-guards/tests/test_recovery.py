@@ -100,9 +100,10 @@ class Run:
 
     def resume(self, checkpoint):
         trainer, recovery, position = checkpoint
+        # First, for it refuses what has been abandoned, and nothing must be loaded then.
+        self.recovery.load_state_dict(recovery)
         self.trainer.load_state_dict(trainer)
         self.reader.position = position
-        self.recovery.load_state_dict(recovery)
 
 
 def bad_at(*positions, verdict=Verdict.ROLLBACK):

@@ -151,11 +151,11 @@ class Recovery:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Take over what a checkpoint kept; load the reader's position before.
+        """Take over what a checkpoint kept; call it before anything else of it is loaded.
 
         Raises:
             AbandonedStateError: the checkpoint was made of training that a rollback journalled
-                later has taken back; resume from an older one.
+                later has taken back; nothing has been changed, resume from an older one.
         """
         check_not_abandoned(state, self._journal.entries)
         self._guard_state = state["guard"]
