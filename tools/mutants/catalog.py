@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tools.mutants.faults import FAULTS_OF_THE_WHOLE
+from tools.mutants.faults_of_context_and_experts import FAULTS_OF_CONTEXT_AND_EXPERTS
 from tools.mutants.faults_of_data_parallelism import FAULTS_OF_DATA_PARALLELISM
 from tools.mutants.faults_of_float8 import FAULTS_OF_FLOAT8
 from tools.mutants.faults_of_precision import FAULTS_OF_PRECISION
@@ -17,5 +18,6 @@ FAULTS = (
     *FAULTS_OF_SCHEDULES,
     *FAULTS_OF_PRECISION,
     *FAULTS_OF_FLOAT8,
+    *FAULTS_OF_CONTEXT_AND_EXPERTS,
     *FAULTS_OF_THE_WHOLE,
 )

@@ -14,7 +14,7 @@ INTEGRATION = "integration/src/trainwright/integration"
 ONE_STEP = "test_one_step_in_a_layout and float64"
 IN_3D = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp2-tp2-pp2")
 IN_PIPELINE = ("tests/test_law.py", "-k", f"{ONE_STEP} and pp5")
-TRAJECTORY = ("tests/test_law.py", "-k", "fifty_steps_in_a_layout and float64")
+TRAJECTORY = ("tests/test_law.py", "-k", "fifty_steps_in_a_layout")
 IN_DATA = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp3-pp2")
 
 
