@@ -168,8 +168,3 @@ def _speed_of(name: str) -> Compress:
     kept = sum(part.numel() * part.element_size() for part in parts)
     speeds = (num_bytes / statistics.median(encode), num_bytes / statistics.median(decode))
     return Compress(name, kept / num_bytes, *speeds)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(describe_applied(measure_applied(7)))
