@@ -31,7 +31,8 @@ class MasterWeights(torch.optim.Optimizer):
     then (loaded, swapped, filled) is noticed element by element at the next ``step`` or
     ``state_dict`` and taken over; elements not changed keep all their digits. Parameters of at
     least float32 are their own masters, so float64 is never lowered. Learning-rate schedulers of
-    ``torch.optim`` accept it as it is.
+    ``torch.optim`` accept it as it is. `torch.nn.parallel.DistributedDataParallel` does not: it
+    sums in the weights' dtype and refuses float32 gradients in its first backward pass.
 
     Args:
         parameters: ``model.named_parameters()``, or parameter groups whose "params" are
