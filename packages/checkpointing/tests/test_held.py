@@ -50,7 +50,7 @@ def tensors(draw):
     return tensor
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(tensor=tensors(), where=st.sampled_from(["cpu", "file"]))
 def test_a_held_tensor_comes_back_with_its_bits_and_its_strides(tensor, where, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
