@@ -125,8 +125,8 @@ class HostMemory:
         """Copy the elements to host memory."""
         size = elements.numel() * elements.element_size()
         stored: _InHost | _InPinnedHost
-        if elements.device.type == "cpu":
-            stored = _InHost(elements.clone(memory_format=torch.contiguous_format))
+        if not _has_streams(elements.device):
+            stored = _InHost(torch.empty(elements.shape, dtype=elements.dtype).copy_(elements))
         else:
             stored = _InPinnedHost(elements, self._streams_of(elements.device))
         # A finaliser may run anywhere, also where this thread holds the lock.
@@ -203,6 +203,10 @@ class _InPinnedHost:
         current.wait_event(event)
         target.copy_(arrived)
         arrived.record_stream(current)
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "Stream")
 
 
 def offload_to_cpu(*, min_bytes: int = 0, ahead: int = 1) -> Offload:
