@@ -14,6 +14,7 @@ from trainwright.sharding.context import (
     ChunkedKernel,
     ContextLayout,
     CpuFlashKernel,
+    CudaFlashKernel,
     Documents,
     Span,
     attend,
@@ -114,6 +115,18 @@ def test_the_kernel_that_is_used_is_told():
     assert choose_kernel(q, q, wider).name == "chunked"
     meta = q.to("meta")
     assert choose_kernel(meta, meta, meta).name == "chunked"
+
+
+def test_the_cuda_kernel_is_called_as_pytorch_declares_it():
+    # On tensors without data: shapes and arguments are checked, numbers are not.
+    q = torch.empty(2, 4, 16, 8, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 2, 24, 8, dtype=torch.bfloat16, device="meta")
+
+    out, lse = CudaFlashKernel().forward(q, k, k, False, 0.5)
+    grads = CudaFlashKernel().backward(out, (q, k, k), out, lse, False, 0.5)
+
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
 
 
 def test_values_of_another_size_go_round_the_ring():

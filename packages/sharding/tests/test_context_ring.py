@@ -145,6 +145,23 @@ def test_keys_that_nobody_sees_do_not_travel():
     assert sum(some) < sum(all_of_it)
 
 
+@pytest.mark.parametrize("way", [ring_attention, gathered_attention, ulysses_attention])
+def test_a_sequence_without_positions_is_attended_to(way):
+    problem = problem_of(0)
+
+    found = problem.found(way, ContextLayout("zigzag", 0, 3))
+
+    assert [tensor.shape for tensor in found] == [(1, 2, 0, 8)] * 4
+
+
+def test_microbatches_have_their_own_documents():
+    ids = torch.tensor([[0] * 5 + [1] * 3, [0] * 2 + [1] * 6, [-1] * 8, [0] * 8])
+    documents = Documents.of(ids)
+
+    for start, stop in ((0, 1), (1, 3), (3, 4)):
+        assert documents.select(start, stop) == Documents.of(ids[start:stop])
+
+
 def test_a_ring_and_an_all_reduce_on_other_communicators_do_not_meet():
     problem = problem_of(16)
     layout = ContextLayout("zigzag", 16, 2)
