@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable
 import torch
 
 from trainwright.collectives import Communicator
-from trainwright.stability_guards.errors import (
-    GuardError,
-    NonFiniteGradientError,
-    NotAvailableError,
+from trainwright.stability_guards.errors import GuardError, NonFiniteGradientError
+from trainwright.stability_guards.gradients import (
+    Parameters,
+    gradient_of,
+    is_dtensor,
+    local_values,
+    with_gradients,
 )
-from trainwright.stability_guards.norms import global_norm
-
-Parameters = torch.Tensor | Iterable[torch.Tensor | tuple[str, torch.Tensor]]
+from trainwright.stability_guards.norms import norm_of_parts
 
 _EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
 
@@ -45,7 +46,8 @@ def clip_(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float
     """Scale gradients in place so that their norm, known already, is at most ``max_norm``.
 
     Args:
-        gradients: the gradients on this rank, of any devices and dtypes.
+        gradients: the gradients on this rank, of any devices and dtypes; DTensors and coalesced
+            sparse ones too.
         norm: their global norm, 0-d, in the same units: unscale both or neither.
         max_norm: the bound; ``math.inf`` for none.
 
@@ -58,7 +60,7 @@ def clip_(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float
     """
     coefficient = clip_coefficient(norm, max_norm)
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in gradients:
+    for gradient in map(local_values, gradients):
         kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), same_kind in kinds.items():
         # A coefficient in bfloat16 would be off by up to 1/256.
@@ -81,38 +83,43 @@ def clip_grad_norm_(
 
     Takes the place of ``torch.nn.utils.clip_grad_norm_``, with differences: a non-finite norm
     leaves the gradients untouched, each parameter counts once, 16-bit gradients are normed in
-    float32, and the norm may go over ranks.
+    float32, the norm may go over ranks, and DTensors on any meshes, plain and sparse gradients go
+    in one call.
 
     Args:
-        parameters: parameters, or (name, parameter) pairs for a message with names.
+        parameters: parameters, or (name, parameter) pairs for a message with names. A DTensor
+            counts once over its own mesh.
         max_norm: the bound; ``math.inf`` for none.
         norm_type: p of the p-norm, positive or ``math.inf``.
         error_if_nonfinite: raise where the norm is not finite; the host waits for the device.
-        communicator: the ranks that hold the shards; None where this process holds everything.
-        sharded: which parameters differ from rank to rank; those that do not are the same on all
-            ranks and count on rank 0 only.
+        communicator: the ranks that hold the shards; None where this process holds everything, and
+            where DTensors do.
+        sharded: which parameters differ from rank to rank of the communicator; those that do not
+            are the same on all ranks and count on rank 0 only. On several axes: `counted_on`.
 
     Returns:
         The norm before clipping, 0-d, at least float32, the same on every rank. It is infinite or
         NaN exactly where nothing was clipped and the step must be skipped.
 
     Raises:
-        GuardError: ``max_norm`` or ``norm_type`` is out of range.
+        GuardError: ``max_norm`` or ``norm_type`` is out of range, or a DTensor meets a communicator
+            without a function that says whether it differs.
         NonFiniteGradientError: on every rank alike, naming this rank's non-finite parameters.
 
     Communicates:
-        One all-reduce of 8 bytes (SUM), or 16 (MAX) for the infinity norm.
+        One all-reduce of 8 bytes (SUM), or 16 (MAX) for the infinity norm; DTensors what
+        `global_norm` says.
     """
     _check_max_norm(max_norm)
     _check_norm_type(norm_type)
-    named = _with_gradients(parameters)
-    counted = [p for _, p in named if _counts_here(p, communicator, sharded)]
-    gradients = [_local(name, p) for name, p in named]
-    norm = global_norm([_local("", p) for p in counted], norm_type, communicator)
+    named = with_gradients(parameters)
+    counted, others = part_gradients(named, communicator, sharded)
+    norm = norm_of_parts(counted, others, norm_type, communicator)
+    gradients = [local_values(gradient) for gradient in (*counted, *others)]
     if gradients:
         widest = torch.float32
-        for gradient in gradients:
-            widest = torch.promote_types(widest, gradient.dtype)
+        for dtype in {gradient.dtype for gradient in gradients}:
+            widest = torch.promote_types(widest, dtype)
         norm = norm.to(gradients[0].device, widest)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteGradientError(_non_finite_message(norm, named, communicator))
@@ -130,48 +137,36 @@ def non_finite_names(parameters: Parameters) -> tuple[str, ...]:
     Returns:
         Names in the given order; the host waits for the device once.
     """
-    named = _with_gradients(parameters)
+    named = with_gradients(parameters)
     if not named:
         return ()
-    device = named[0][1].device
-    flags = [torch.isfinite(_local(name, p)).all().to(device) for name, p in named]
+    values = [local_values(gradient_of(parameter)) for _, parameter in named]
+    flags = [torch.isfinite(local).all().to(values[0].device) for local in values]
     finite = torch.stack(flags).tolist()
     return tuple(name for (name, _), good in zip(named, finite, strict=True) if not good)
 
 
-def _with_gradients(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
-    entries = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    once: dict[torch.Tensor, str] = {}
-    for index, entry in enumerate(entries):
-        name, parameter = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
-        if parameter.grad is not None:
-            once.setdefault(parameter, name)
-    return [(name, parameter) for parameter, name in once.items()]
-
-
-def _counts_here(
-    parameter: torch.Tensor,
+def part_gradients(
+    named: list[tuple[str, torch.Tensor]],
     communicator: Communicator | None,
     sharded: bool | Callable[[torch.Tensor], bool],
-) -> bool:
-    if communicator is None or communicator.rank == 0:
-        return True
-    return sharded if isinstance(sharded, bool) else sharded(parameter)
-
-
-def _local(name: str, parameter: torch.Tensor) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    if hasattr(gradient, "to_local"):
-        raise NotAvailableError(
-            f"the gradient of {name} is a DTensor, which is not available yet; give local tensors "
-            "and a communicator"
-        )
-    if gradient.is_sparse:
-        raise NotAvailableError(
-            f"the gradient of {name} is sparse, which is not available yet; make it dense"
-        )
-    return gradient
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the gradients that count on this rank, and the others."""
+    if communicator is None:
+        return [gradient_of(parameter) for _, parameter in named], []
+    if not callable(sharded):
+        placed = next((name for name, p in named if is_dtensor(gradient_of(p))), None)
+        if placed is not None:
+            raise GuardError(
+                f"the gradient of {placed} is a DTensor, which counts once over its own mesh; pass "
+                "sharded as a function that says whether other ranks of the communicator hold "
+                "another one (lambda p: True for stages of a pipeline), or no communicator"
+            )
+    parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for _, parameter in named:
+        differs = sharded(parameter) if callable(sharded) else sharded
+        parts[0 if differs or communicator.rank == 0 else 1].append(gradient_of(parameter))
+    return parts
 
 
 def _non_finite_message(

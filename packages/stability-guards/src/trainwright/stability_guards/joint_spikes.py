@@ -36,7 +36,7 @@ class JointSpikeGuard:
         verdict: what it says.
     """
 
-    evidence: float = attrs.field(default=60.0, validator=positive)
+    evidence: float = attrs.field(default=120.0, validator=positive)
     least_loss_ratio: float = attrs.field(default=1.15, kw_only=True, validator=positive)
     least_score: float = attrs.field(default=5.0, kw_only=True, validator=positive)
     least_norm_ratio: float = attrs.field(default=2.2, kw_only=True, validator=positive)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from trainwright.collectives import Communicator, ReduceOp
+from trainwright.stability_guards.gradients import is_dtensor, local_values
+from trainwright.stability_guards.mesh_sums import sums_over_meshes
+from trainwright.stability_guards.powers import join, norm_from, power_sums
 
 
 def global_norm(
@@ -16,49 +19,63 @@ def global_norm(
     """Return the p-norm of all ranks' gradients, taken as one vector.
 
     Args:
-        gradients: this rank's part; it may be empty.
+        gradients: this rank's part; it may be empty. DTensors count once over their mesh, sparse
+            ones hold each index once.
         norm_type: p, positive or ``math.inf``.
-        communicator: the ranks; None for this process alone.
+        communicator: the ranks; None for this process alone. Where DTensors are given, the ranks
+            beyond their meshes, each of which holds others.
 
     Returns:
         0-d float64 tensor, the same on every rank; infinite or NaN where a gradient is.
 
     Communicates:
-        One all-reduce of 8 bytes (SUM of p-th powers), or 16 (MAX) for the infinity norm.
+        One all-reduce of 8 bytes (SUM of p-th powers), or 16 (MAX) for the infinity norm; for
+        DTensors first one of them for each dim of a mesh along which one is cut, and the sums of
+        gradients that are partial.
     """
-    norms = _norm_of_each(gradients, norm_type, communicator)
-    if norm_type == math.inf:
-        return _largest(norms, communicator)
-    total = norms.pow(norm_type).sum()
-    if communicator is not None:
-        communicator.all_reduce(total, ReduceOp.SUM).wait()
-    return total.pow(1.0 / norm_type)
+    return norm_of_parts(gradients, (), norm_type, communicator)
 
 
-def _norm_of_each(
-    gradients: Sequence[torch.Tensor], norm_type: float, communicator: Communicator | None
+def norm_of_parts(
+    counted: Sequence[torch.Tensor],
+    uncounted: Sequence[torch.Tensor],
+    norm_type: float,
+    communicator: Communicator | None,
 ) -> torch.Tensor:
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        # An empty shard adds nothing, and has no largest element.
-        if gradient.numel():
-            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    """Return the norm as `global_norm` does, where another rank counts some of the gradients.
+
+    DTensors that do not count here still take part in what their mesh communicates.
+    """
+    plain = [local_values(gradient) for gradient in counted if not is_dtensor(gradient)]
+    placed = [[t for t in group if is_dtensor(t)] for group in (counted, uncounted)]
     if communicator is not None:
         device = communicator.device
     else:
-        device = gradients[0].device if gradients else torch.device("cpu")
-    norms = [torch.zeros(1, dtype=torch.float64, device=device)]
-    for (_, dtype), same_kind in kinds.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        each = torch._foreach_norm(same_kind, norm_type, dtype=wide)
-        norms.append(torch.stack(each).to(device, torch.float64))
-    return torch.cat(norms)
-
-
-def _largest(norms: torch.Tensor, communicator: Communicator | None) -> torch.Tensor:
-    # MAX over ranks may drop NaN, so NaN travels as a number of its own.
-    is_nan = norms.isnan()
-    packed = torch.stack([torch.where(is_nan, 0.0, norms).amax(), is_nan.any().double()])
+        device = local_values(counted[0]).device if counted else torch.device("cpu")
+    sums = power_sums(plain, norm_type, device)
+    if any(placed):
+        sums = join(sums, sums_over_meshes(placed, norm_type)[0].to(device), norm_type)
     if communicator is not None:
-        communicator.all_reduce(packed, ReduceOp.MAX).wait()
-    return torch.where(packed[1] > 0, math.nan, packed[0])
+        op = ReduceOp.MAX if norm_type == math.inf else ReduceOp.SUM
+        communicator.all_reduce(sums, op).wait()
+    return norm_from(sums, norm_type)
+
+
+def counted_on(
+    coordinates: Mapping[str, int], replicated: Callable[[torch.Tensor], Iterable[str]]
+) -> Callable[[torch.Tensor], bool]:
+    """Return the ``sharded`` argument for ranks that form a mesh of several axes.
+
+    A parameter counts on the ranks whose coordinate is 0 on every axis along which it is
+    replicated, so each of its elements counts once whatever the axes it is cut along.
+
+    Args:
+        coordinates: place of this rank on each axis; rank 0 of the communicator has zeros.
+        replicated: names of the axes along which all ranks hold the same elements of a parameter,
+            such as ``ShardSpec.replicated``.
+    """
+
+    def counts(parameter: torch.Tensor) -> bool:
+        return all(coordinates[axis] == 0 for axis in replicated(parameter))
+
+    return counts

@@ -1,0 +1,116 @@
+"""Clipping each unit of a layer by the size of its own weights."""
+
+# Shapes: R units (rows, dim 0) of a weight; a vector or scalar is one unit.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainwright.collectives import Communicator
+from trainwright.stability_guards.clipping import part_gradients
+from trainwright.stability_guards.errors import GuardError
+from trainwright.stability_guards.gradients import (
+    Parameters,
+    as_dtensor,
+    gradient_of,
+    is_dtensor,
+    local_values,
+    with_gradients,
+)
+from trainwright.stability_guards.norms import norm_of_parts
+from trainwright.stability_guards.value_clipping import check_no_partial
+
+
+@torch.no_grad()
+def clip_grad_adaptive_(
+    parameters: Parameters,
+    clipping: float = 0.01,
+    eps: float = 1e-3,
+    *,
+    communicator: Communicator | None = None,
+    sharded: bool | Callable[[torch.Tensor], bool] = True,
+) -> torch.Tensor:
+    """Scale each unit's gradient to at most ``clipping`` times the norm of its weights.
+
+    A unit is a row along dim 0 (an output of a linear layer or convolution, an entry of an
+    embedding); a vector or scalar is one unit. The last layer is better left out, says the paper.
+
+    Args:
+        parameters: parameters, or (name, parameter) pairs for a message with names. Plain tensors
+            hold whole units; DTensors may be cut along any dim.
+        clipping: largest ratio of a unit's gradient to its weights, positive.
+        eps: the norm of weights counts as at least this much, so that zeros can begin to learn.
+        communicator: ranks whose gradients the returned norm is of, as in `clip_grad_norm_`.
+        sharded: as in `clip_grad_norm_`.
+
+    Returns:
+        The global norm before clipping, 0-d float64, the same on every rank: infinite or NaN
+        exactly where nothing was clipped and the step must be skipped. The host does not wait.
+
+    Raises:
+        GuardError: an argument is not positive; a gradient is sparse, or a partial sum.
+
+    Communicates:
+        What `clip_grad_norm_` does, and for DTensors that are cut through units one all-reduce of
+        16 bytes a unit for each dim of a mesh.
+
+    Source:
+        Brock, De, Smith and Simonyan, High-Performance Large-Scale Image Recognition Without
+        Normalization (2021), equation 3 and section 4.1.
+    """
+    if not (clipping > 0.0 and eps > 0.0):
+        raise GuardError(f"clipping and eps must be positive, got {clipping} and {eps}")
+    named = with_gradients(parameters)
+    check_no_partial(named)
+    for name, parameter in named:
+        if gradient_of(parameter).is_sparse:
+            raise GuardError(f"the gradient of {name} is sparse, without all its rows; densify it")
+    counted, others = part_gradients(named, communicator, sharded)
+    norm = norm_of_parts(counted, others, 2.0, communicator)
+    finite = torch.isfinite(norm)
+    tensors = [parameter for _, parameter in named]
+    squares = [_unit_squares(parameter) for parameter in tensors]
+    _add_over_meshes(tensors, squares)
+    for parameter, squares_2R in zip(tensors, squares, strict=True):
+        weight_R, gradient_R = squares_2R.sqrt()
+        most_R = clipping * weight_R.clamp(min=eps)
+        clips_R = (gradient_R > most_R) & finite.to(gradient_R.device)
+        factor_R = torch.where(clips_R, most_R / gradient_R, 1.0)
+        values = local_values(gradient_of(parameter))
+        rows = factor_R.reshape(-1, *[1] * (values.ndim - 1)) if values.ndim > 1 else factor_R[0]
+        values.mul_(rows)
+    return norm
+
+
+def _unit_squares(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the sums of squares of this rank's part of each unit, of weights and gradients."""
+    found = []
+    for tensor in (parameter.detach(), gradient_of(parameter)):
+        local = local_values(tensor)
+        wide = torch.promote_types(local.dtype, torch.float32)
+        rows = local.flatten(1) if local.ndim > 1 else local.reshape(1, -1)
+        found.append(torch.linalg.vector_norm(rows, dim=1, dtype=wide).square())
+    return torch.stack(found)
+
+
+def _add_over_meshes(tensors: Sequence[torch.Tensor], squares: Sequence[torch.Tensor]) -> None:
+    """Add up, in place, the squares of units that are cut over ranks, in one piece a mesh dim."""
+    cut: dict[tuple[Any, int], list[torch.Tensor]] = {}
+    for tensor, squares_2R in zip(tensors, squares, strict=True):
+        if not is_dtensor(gradient_of(tensor)):
+            continue
+        gradient = as_dtensor(gradient_of(tensor))
+        for dim, placement in enumerate(gradient.placements):
+            whole_rows = gradient.ndim > 1 and getattr(placement, "dim", None) == 0
+            if not (placement.is_replicate() or whole_rows):
+                cut.setdefault((gradient.device_mesh, dim), []).append(squares_2R)
+    for (mesh, dim), parts in cut.items():
+        packed = torch.cat([part.flatten().double() for part in parts])
+        dist.all_reduce(packed, group=mesh.get_group(dim))
+        sizes = [part.numel() for part in parts]
+        for part, total in zip(parts, packed.split(sizes), strict=True):
+            part.copy_(total.view_as(part))
