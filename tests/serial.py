@@ -130,6 +130,8 @@ class SerialRun:
         loss_sum = 0.0
         for part in torch.arange(len(tokens)).chunk(self.splits):
             returned = as_stage_output(self.model(tokens_BS=tokens[part]))
+            # The plain model is ours too: that it has these losses at all is checked here.
+            assert bool(returned.losses) == (self.model.shape.experts is not None)
             logits = returned.output.flatten(0, 1)
             loss = F.cross_entropy(logits, labels[part].flatten(), reduction="sum")
             (sum(returned.losses.values(), loss) / labels.numel()).backward()
