@@ -111,6 +111,11 @@ KEPT: list[tuple[str, dict[str, object]]] = [
         ("dp=2,cp=2,pp=2", {"recompute": "selective", "offload_activations": "cpu"}),
     )
 ]
+KEPT += [
+    # Uneven shares, and what experts are sent, make ranks count differently.
+    ("tp=3", {"microbatches": 2, "recompute": "budget:700KB"}),
+    ("dp=4,ep=4", {"microbatches": 2, "recompute": "budget:450KB", "model": "tiny-moe"}),
+]
 EXPERT_PARALLEL: list[tuple[str, dict[str, object]]] = [
     (layout, {"model": "tiny-moe", "zero": zero, **variant})
     for zero in (0, 1, 2, 3)
@@ -167,6 +172,8 @@ IN_PROCESSES: list[tuple[str, dict[str, object]]] = [
     ("dp=3,tp=2", {"microbatches": 2, "zero": 1, "recompute": "every-2"}),
     ("tp=3,pp=2", {"microbatches": 3, "model": "tiny-tied"}),
     ("dp=4,dp_shard=2,pp=2", {"microbatches": 3, "zero": 3, "reduce": "microbatch"}),
+    ("dp=2,cp=2", {"microbatches": 2, "zero": 3, "context": "ulysses"}),
+    ("cp=2,pp=2,ep=2", {"microbatches": 3, "zero": 2, "model": "tiny-moe", "recompute": "full"}),
 ]
 ROUNDED = [SAMPLE[0], SAMPLE[1], SAMPLE[5]]
 VARIANTS: list[dict[str, object]] = [

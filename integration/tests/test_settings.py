@@ -197,6 +197,10 @@ def test_workers_get_exactly_the_settings_of_the_launcher(sequence_parallel: boo
         (["train", "--resume", "no/such/run"], ["no/such/run", "config.json"]),
         (["train", "--recompute", "every-0"], ["every-0"]),
         (["train", "--recompute", "some"], ["some"]),
+        (
+            ["train", "--recompute", "budget:9MB", "--zero", "3", "--layout", "dp=2"],
+            ["budget:9MB", "unit by unit", "--gather step works"],
+        ),
         (["trane"], ["trane"]),
     ],
 )

@@ -1,5 +1,6 @@
 """Every activation policy computes what keeping all activations computes."""
 
+import functools
 import threading
 
 import pytest
@@ -24,7 +25,7 @@ from trainwright.checkpointing.testing.runners import (
     SampleLayer,
     live_saved_bytes,
 )
-from trainwright.collectives import LocalWorld
+from trainwright.collectives import LocalWorld, ReduceOp
 from trainwright.collectives.differentiable import partial_to_replicate, replicate_to_partial
 from trainwright.collectives.random import Key, bernoulli
 
@@ -124,6 +125,39 @@ def test_rank_threads_recompute_placed_dropout_and_collectives_bitwise(world):
         recomputed = LocalWorld(world).run(_train_placed, policy)
         for expected, found in zip(plain, recomputed, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class _Talking(nn.Module):
+    """A layer whose width is its rank's own, and whose output all ranks add up."""
+
+    def __init__(self, width, comm):
+        super().__init__()
+        self.inner = nn.Linear(8, width)
+        self.outer = nn.Linear(width, 8)
+        self.comm = comm
+
+    def forward(self, hidden):
+        entered = replicate_to_partial(hidden, self.comm)
+        return partial_to_replicate(self.outer(self.inner(entered).tanh()), self.comm)
+
+
+def test_ranks_with_unequal_layers_that_communicate_agree_on_one_plan_within_a_budget():
+    def greatest(comm, counts):
+        tensor = torch.tensor(counts)
+        comm.all_reduce(tensor, ReduceOp.MAX).wait()
+        return tensor.tolist()
+
+    def work(comm):
+        layers = [_Talking(8 if comm.rank == 0 else 64, comm) for _ in range(4)]
+        policy = parse_policy("budget:6000", agree=functools.partial(greatest, comm))
+        for _ in range(2):
+            policy(layers, torch.randn(4, 8, requires_grad=True)).sum().backward()
+        (plan,) = policy.plans()
+        return str(plan)
+
+    narrow, wide = LocalWorld(2, timeout_s=20.0).run(work)
+
+    assert narrow == wide
 
 
 def test_layers_that_draw_nothing_never_write_the_shared_generator(monkeypatch):

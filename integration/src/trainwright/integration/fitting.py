@@ -10,6 +10,7 @@ from trainwright.integration.float8_fitting import check_float8
 from trainwright.integration.guarding import read_guards
 from trainwright.integration.model import ModelShape
 from trainwright.integration.sequence_part import row_of
+from trainwright.integration.sharded import gathers_stages
 from trainwright.pipeline_schedules import GENERATORS
 from trainwright.sharding import MeshShape
 
@@ -39,15 +40,8 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
             f"--warmup {config.warmup} must be at most --steps {config.steps}, "
             "the last update of the run"
         )
-    try:
-        parse_policy(config.recompute)
-    except ValueError as error:
-        raise ConfigError(f"--recompute {config.recompute}: {error}") from error
+    _check_activations(config)
     read_guards(config.guards, config.exclude)
-    try:
-        parse_keeper(config.offload_activations, config.compress_activations)
-    except ValueError as error:
-        raise ConfigError(f"--offload-activations {config.offload_activations}: {error}") from error
 
 
 def _check_experts(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
@@ -101,6 +95,23 @@ def _check_sharding(mesh: MeshShape, config: RunConfig) -> None:
     for option, reason in unused.items():
         if reason:
             raise ConfigError(f"{option} has no effect with --zero {config.zero}; {reason}")
+
+
+def _check_activations(config: RunConfig) -> None:
+    try:
+        parse_policy(config.recompute)
+    except ValueError as error:
+        raise ConfigError(f"--recompute {config.recompute}: {error}") from error
+    if config.recompute.startswith("budget") and config.zero == 3 and not gathers_stages(config):
+        raise ConfigError(
+            f"--recompute {config.recompute} runs layers in another order once it has measured "
+            "them, and --zero 3 gathers them unit by unit in one; --gather step works, or "
+            "--recompute sqrt"
+        )
+    try:
+        parse_keeper(config.offload_activations, config.compress_activations)
+    except ValueError as error:
+        raise ConfigError(f"--offload-activations {config.offload_activations}: {error}") from error
 
 
 def _check_saving(config: RunConfig) -> None:

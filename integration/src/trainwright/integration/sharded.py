@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import torch
 from torch import nn
 
 from trainwright.checkpointing.activations import compose, parse_policy
+from trainwright.collectives import ReduceOp
 from trainwright.integration.chunks import Chunks, join, tie
 from trainwright.integration.config import RunConfig
 from trainwright.integration.model import (
@@ -49,7 +52,7 @@ def build_stages(
     attend = attend_causally if config.mesh.cp == 1 else part.attention(config.context)
     layers = TensorParallelLayers(mesh, sequence, attend)
     runner = compose(
-        parse_policy(config.recompute, captures=[capture_routing]),
+        parse_policy(config.recompute, agree=_agreement(config, mesh), captures=[capture_routing]),
         offload=config.offload_activations,
         compress=config.compress_activations,
     )
@@ -62,6 +65,23 @@ def build_stages(
     if shape.tied and first < last and {first, last} <= stages.keys():
         tie(stages[first], stages[last])
     return stages
+
+
+def _agreement(config: RunConfig, mesh: Mesh) -> Callable[[list[int]], list[int]] | None:
+    """Return what makes counts of layers the same on all ranks of a pipeline stage, the greatest.
+
+    Layers differ between them, by uneven shares and by the tokens that experts are sent.
+    """
+    if not config.recompute.startswith("budget"):
+        return None
+    ranks = mesh.communicator("dp", "cp", "tp")
+
+    def agree(counts: list[int]) -> list[int]:
+        greatest = torch.tensor(counts, dtype=torch.int64, device=ranks.device)
+        ranks.all_reduce(greatest, ReduceOp.MAX).wait()
+        return [int(count) for count in greatest.tolist()]
+
+    return agree
 
 
 def sequence_part(config: RunConfig, mesh: Mesh) -> SequencePart:

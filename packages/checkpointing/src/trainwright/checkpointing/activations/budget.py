@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Unpack
 
@@ -34,6 +34,9 @@ _BYTES_PER_S = 1e10
 # Sizes of memory told apart: a plan for inputs of a new kind is made within a step of training.
 _STEPS = 100
 
+Agree = Callable[[list[int]], list[int]]
+"""Given counts of this rank, returns those that hold on all: of each the greatest, in order."""
+
 
 @attrs.frozen
 class WithinBudget:
@@ -41,13 +44,17 @@ class WithinBudget:
 
     At the first call with inputs of a kind every layer is recomputed ("full") while its saved bytes
     and operations are counted; from the second on layers run by the best plan for these counts.
-    Times come from counts and not from a clock, so ranks with equal layers make equal plans.
+    Times come from counts and not from a clock, so ranks with equal layers make equal plans. Ranks
+    with unequal ones that communicate within layers would wait for each other for ever: they need
+    ``agree``.
 
     Args:
         budget_bytes: For what is saved at any time between the beginning of a call's forward and
             the end of its backward, parameters not included. Several microbatches in flight have
             a budget each: divide what there is by their number.
         options: How layers are recomputed.
+        agree: Called at the first call with inputs of a kind, on every rank that communicates
+            within the layers, with as many counts; None where a rank plans for itself.
 
     Raises:
         PolicyError: The budget is no positive whole number.
@@ -55,6 +62,7 @@ class WithinBudget:
 
     budget_bytes: int = attrs.field()
     options: RecomputeEvery = attrs.field(factory=recompute_all, kw_only=True)
+    agree: Agree | None = attrs.field(default=None, kw_only=True)
     # Ranks that are threads measure for themselves: all of them measure at their first call.
     _plans: threading.local = attrs.field(factory=threading.local, init=False, eq=False, repr=False)
 
@@ -80,13 +88,14 @@ class WithinBudget:
         if kind in known:
             planned = follow(known[kind])
             return attrs.evolve(planned, options=self.options)(stack, hidden, *args, **kwargs)
-        costs = []
-        input_bytes = _bytes_of((hidden, args, kwargs))  # all of it may stay until the end
+        counts = [_bytes_of((hidden, args, kwargs))]  # all of it may stay until the end
         for number, layer in enumerate(stack):
             segment = _Counted(Segment((layer,), number), self.options)
             hidden = segment(hidden, *args, **kwargs)
-            costs.append(segment.cost(hidden))
-        known[kind] = plan_chain(ChainCosts(costs, input_bytes), self.budget_bytes, steps=_STEPS)
+            counts += segment.counts(hidden)
+        if self.agree is not None:
+            counts = self.agree(counts)
+        known[kind] = plan_chain(_costs_of(stack, counts), self.budget_bytes, steps=_STEPS)
         return hidden
 
     def plans(self) -> list[ChainPlan]:
@@ -94,9 +103,11 @@ class WithinBudget:
         return list(self._plans.__dict__.values())
 
 
-def within_budget(budget_bytes: int, **options: Unpack[RecomputeOptions]) -> WithinBudget:
+def within_budget(
+    budget_bytes: int, *, agree: Agree | None = None, **options: Unpack[RecomputeOptions]
+) -> WithinBudget:
     """Return the policy that keeps what fits into a budget; see `WithinBudget`."""
-    return WithinBudget(budget_bytes, options=recompute_all(**options))
+    return WithinBudget(budget_bytes, options=recompute_all(**options), agree=agree)
 
 
 class _Counted:
@@ -115,21 +126,18 @@ class _Counted:
         counted = attrs.evolve(self._segment, runner=self._run)
         return recomputed(counted, self._options)(hidden, *args, **kwargs)
 
-    def cost(self, output: Any) -> LayerCost:
-        """Return what was counted."""
-        seconds = self._work.flops / _FLOPS_PER_S + self._work.num_bytes / _BYTES_PER_S
+    def counts(self, output: Any) -> list[int]:
+        """Return what was counted, in the order of `_costs_of`."""
         output_saved = any(
             isinstance(each, torch.Tensor) and self._saved.has(each) for each in tree_leaves(output)
         )
-        name = type(self._segment.layers[0]).__name__
-        return LayerCost(
-            f"{self._segment.first} {name}",
-            seconds,
-            2 * seconds,
+        return [
+            int(self._work.flops),
+            self._work.num_bytes,
             _bytes_of(output),
             self._saved.num_bytes,
-            output_saved=output_saved,
-        )
+            int(output_saved),
+        ]
 
     def _run(self, layers: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         segment = attrs.evolve(self._segment, runner=None)
@@ -138,6 +146,26 @@ class _Counted:
         self._is_first = False
         with self._saved.watching(), self._work:
             return segment(hidden, *args, **kwargs)
+
+
+def _costs_of(stack: tuple[nn.Module, ...], counts: list[int]) -> ChainCosts:
+    input_bytes, *rest = counts
+    costs = []
+    for number, layer in enumerate(stack):
+        flops, written, output_bytes, saved_bytes, output_saved = rest[5 * number : 5 * number + 5]
+        seconds = flops / _FLOPS_PER_S + written / _BYTES_PER_S
+        costs.append(
+            LayerCost(
+                f"{number} {type(layer).__name__}",
+                seconds,
+                2 * seconds,
+                output_bytes,
+                # Each is the greatest of all ranks, not of the same one.
+                max(saved_bytes, output_bytes) if output_saved else saved_bytes,
+                output_saved=bool(output_saved),
+            )
+        )
+    return ChainCosts(costs, input_bytes)
 
 
 class _Saved:

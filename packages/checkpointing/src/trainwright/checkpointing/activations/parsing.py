@@ -10,7 +10,7 @@ from typing import Unpack
 from trainwright.checkpointing.errors import PolicyError
 from trainwright.checkpointing.protocol import Keeper, LayerRunner
 
-from .budget import within_budget
+from .budget import Agree, within_budget
 from .compress import Compress, codec_named
 from .holding import hold_by
 from .offload import offload_to_cpu
@@ -22,12 +22,15 @@ _NAMES = ("none", "full", "every-4", "sqrt", "selective", "budget:1GiB")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
-def parse_policy(text: str, **options: Unpack[RecomputeOptions]) -> LayerRunner:
+def parse_policy(
+    text: str, *, agree: Agree | None = None, **options: Unpack[RecomputeOptions]
+) -> LayerRunner:
     """Return the policy that ``text`` names.
 
     Args:
         text: ``none``, ``full``, ``every-K``, ``sqrt``, ``selective`` or ``budget:BYTES``, where
             BYTES is a number, or one with a unit such as ``512MiB`` or ``2GB``.
+        agree: For a budget, makes what ranks count the same on all, as in `WithinBudget`.
         options: As in `Recomputed`.
 
     Raises:
@@ -46,7 +49,7 @@ def parse_policy(text: str, **options: Unpack[RecomputeOptions]) -> LayerRunner:
         return selective(**options)
     budget = re.fullmatch(r"budget:(\d{1,15})(?:([KMG]i?)?B)?", text, re.ASCII)
     if budget:
-        return within_budget(int(budget[1]) * _UNITS[budget[2] or ""], **options)
+        return within_budget(int(budget[1]) * _UNITS[budget[2] or ""], agree=agree, **options)
     near = difflib.get_close_matches(text, _NAMES, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise PolicyError(
