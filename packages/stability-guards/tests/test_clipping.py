@@ -12,7 +12,6 @@ from trainwright.collectives import LocalWorld
 from trainwright.stability_guards import (
     GuardError,
     NonFiniteGradientError,
-    NotAvailableError,
     clip_,
     clip_coefficient,
     clip_grad_norm_,
@@ -310,11 +309,3 @@ def test_a_bound_that_is_not_positive_is_refused(max_norm):
 def test_a_norm_type_that_is_no_norm_is_refused(norm_type):
     with pytest.raises(GuardError, match="norm_type must be positive"):
         clip_grad_norm_([parameter([1.0])], 1.0, norm_type)
-
-
-def test_sparse_gradients_are_refused_by_name():
-    table = nn.Embedding(4, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-
-    with pytest.raises(NotAvailableError, match=r"gradient of table\.weight is sparse"):
-        clip_grad_norm_([("table.weight", table.weight)], 1.0)

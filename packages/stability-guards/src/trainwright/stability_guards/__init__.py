@@ -1,5 +1,6 @@
 """Clipping, learning-rate schedules, guards that all ranks agree on, and recovery."""
 
+from trainwright.stability_guards.adaptive_clipping import clip_grad_adaptive_
 from trainwright.stability_guards.agreement import (
     Agreement,
     agree,
@@ -59,7 +60,7 @@ from trainwright.stability_guards.measures import (
     largest_logit,
     update_ratio,
 )
-from trainwright.stability_guards.norms import global_norm
+from trainwright.stability_guards.norms import counted_on, global_norm
 from trainwright.stability_guards.pace import (
     Heartbeat,
     Silence,
@@ -116,6 +117,8 @@ from trainwright.stability_guards.trends import (
     DivergenceGuard,
     StallGuard,
 )
+from trainwright.stability_guards.value_clipping import clip_grad_value_
+from trainwright.stability_guards.zclip import ZClip
 
 __all__ = [
     "AbandonedStateError",
@@ -157,6 +160,7 @@ __all__ = [
     "Totals",
     "Verdict",
     "WarmupSchedule",
+    "ZClip",
     "after",
     "agree",
     "agreeing",
@@ -171,10 +175,13 @@ __all__ = [
     "checksums",
     "clip_",
     "clip_coefficient",
+    "clip_grad_adaptive_",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "clipping_in_step",
     "compare_replicas",
     "constant",
+    "counted_on",
     "decay_groups",
     "decay_table",
     "default_guards",

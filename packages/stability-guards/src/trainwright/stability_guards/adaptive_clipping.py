@@ -69,8 +69,7 @@ def clip_grad_adaptive_(
     for name, parameter in named:
         if gradient_of(parameter).is_sparse:
             raise GuardError(f"the gradient of {name} is sparse, without all its rows; densify it")
-    counted, others = part_gradients(named, communicator, sharded)
-    norm = norm_of_parts(counted, others, 2.0, communicator)
+    norm = norm_of_parts(*part_gradients(named, communicator, sharded), 2.0, communicator)
     finite = torch.isfinite(norm)
     tensors = [parameter for _, parameter in named]
     squares = [_unit_squares(parameter) for parameter in tensors]
@@ -111,6 +110,7 @@ def _add_over_meshes(tensors: Sequence[torch.Tensor], squares: Sequence[torch.Te
     for (mesh, dim), parts in cut.items():
         packed = torch.cat([part.flatten().double() for part in parts])
         dist.all_reduce(packed, group=mesh.get_group(dim))
-        sizes = [part.numel() for part in parts]
-        for part, total in zip(parts, packed.split(sizes), strict=True):
-            part.copy_(total.view_as(part))
+        at = 0
+        for part in parts:
+            part.copy_(packed[at : at + part.numel()].view_as(part))
+            at += part.numel()

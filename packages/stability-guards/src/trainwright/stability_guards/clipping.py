@@ -113,9 +113,9 @@ def clip_grad_norm_(
     _check_max_norm(max_norm)
     _check_norm_type(norm_type)
     named = with_gradients(parameters)
-    counted, others = part_gradients(named, communicator, sharded)
-    norm = norm_of_parts(counted, others, norm_type, communicator)
-    gradients = [local_values(gradient) for gradient in (*counted, *others)]
+    differing, alike = part_gradients(named, communicator, sharded)
+    norm = norm_of_parts(differing, alike, norm_type, communicator)
+    gradients = [local_values(gradient) for gradient in (*differing, *alike)]
     if gradients:
         widest = torch.float32
         for dtype in {gradient.dtype for gradient in gradients}:
@@ -151,7 +151,7 @@ def part_gradients(
     communicator: Communicator | None,
     sharded: bool | Callable[[torch.Tensor], bool],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the gradients that count on this rank, and the others."""
+    """Return the gradients that differ from rank to rank, and those that are alike."""
     if communicator is None:
         return [gradient_of(parameter) for _, parameter in named], []
     if not callable(sharded):
@@ -165,7 +165,7 @@ def part_gradients(
     parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for _, parameter in named:
         differs = sharded(parameter) if callable(sharded) else sharded
-        parts[0 if differs or communicator.rank == 0 else 1].append(gradient_of(parameter))
+        parts[0 if differs else 1].append(gradient_of(parameter))
     return parts
 
 

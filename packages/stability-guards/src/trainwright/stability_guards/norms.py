@@ -37,24 +37,30 @@ def global_norm(
 
 
 def norm_of_parts(
-    counted: Sequence[torch.Tensor],
-    uncounted: Sequence[torch.Tensor],
+    differing: Sequence[torch.Tensor],
+    alike: Sequence[torch.Tensor],
     norm_type: float,
     communicator: Communicator | None,
 ) -> torch.Tensor:
-    """Return the norm as `global_norm` does, where another rank counts some of the gradients.
+    """Return the norm as `global_norm` does of gradients some of which all ranks hold alike.
 
-    DTensors that do not count here still take part in what their mesh communicates.
+    Those that are ``alike`` count on rank 0 only; as DTensors they still take part in what their
+    mesh communicates.
     """
+    counts_alike = communicator is None or communicator.rank == 0
+    everything = (*differing, *alike)
+    counted = everything if counts_alike else differing
     plain = [local_values(gradient) for gradient in counted if not is_dtensor(gradient)]
-    placed = [[t for t in group if is_dtensor(t)] for group in (counted, uncounted)]
     if communicator is not None:
         device = communicator.device
     else:
-        device = local_values(counted[0]).device if counted else torch.device("cpu")
+        device = local_values(everything[0]).device if everything else torch.device("cpu")
     sums = power_sums(plain, norm_type, device)
+    placed = [[t for t in group if is_dtensor(t)] for group in (differing, alike)]
     if any(placed):
-        sums = join(sums, sums_over_meshes(placed, norm_type)[0].to(device), norm_type)
+        rows = sums_over_meshes(placed, norm_type).to(device)
+        sums = join(sums, rows[0], norm_type)
+        sums = join(sums, rows[1], norm_type) if counts_alike else sums
     if communicator is not None:
         op = ReduceOp.MAX if norm_type == math.inf else ReduceOp.SUM
         communicator.all_reduce(sums, op).wait()

@@ -53,7 +53,7 @@ def clip_grad_value_(
     # A maximum counts an element as often as it likes.
     largest = norm_of_parts(gradients, (), math.inf, communicator)
     # Selected on the device: an infinite bound changes nothing, neither infinities nor NaN.
-    bound = torch.where(torch.isfinite(largest), clip_value, math.inf)
+    bound = torch.where(torch.isfinite(largest), torch.full_like(largest, clip_value), math.inf)
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for values in map(local_values, gradients):
         kinds.setdefault((values.device, values.dtype), []).append(values)
