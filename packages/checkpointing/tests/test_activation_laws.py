@@ -149,7 +149,7 @@ def test_ranks_with_unequal_layers_that_communicate_agree_on_one_plan_within_a_b
 
     def work(comm):
         layers = [_Talking(8 if comm.rank == 0 else 64, comm) for _ in range(4)]
-        policy = parse_policy("budget:6000", agree=functools.partial(greatest, comm))
+        policy = parse_policy("budget:3000", agree=functools.partial(greatest, comm))
         for _ in range(2):
             policy(layers, torch.randn(4, 8, requires_grad=True)).sum().backward()
         (plan,) = policy.plans()
