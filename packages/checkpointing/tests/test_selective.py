@@ -73,7 +73,9 @@ SPELLINGS = [
 ]
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
+@pytest.mark.parametrize(
+    "spelling", SPELLINGS, ids=lambda spelling: getattr(spelling, "__name__", spelling)
+)
 def test_a_product_that_is_kept_runs_once_however_it_is_spelt(spelling):
     forward = Counting(torch.ops.aten.mm.default)
     x = torch.ones(3, 4, requires_grad=True)
