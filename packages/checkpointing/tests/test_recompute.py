@@ -123,6 +123,24 @@ def test_registered_captures_are_entered_again_and_left_again():
     assert FLAG["value"] == "off"
 
 
+def test_what_captures_set_ends_with_the_layer_and_what_the_layer_sets_stays():
+    x = torch.ones(2, requires_grad=True)
+
+    def capture():
+        SCALE.set(SCALE.get() + 1)
+        return contextlib.nullcontext
+
+    def layer(x):
+        MODE.set(f"set where the scale is {SCALE.get()}")
+        return x.square()
+
+    def work():
+        recompute(layer, captures=[capture])(x)
+        return SCALE.get(), MODE.get()
+
+    assert contextvars.copy_context().run(work) == (1, "set where the scale is 2")
+
+
 def test_policies_hand_captures_to_every_layer():
     records = []
     x = torch.ones(2, requires_grad=True)

@@ -1,5 +1,6 @@
 """Recomputation sends every token where the forward has sent it."""
 
+import contextvars
 import functools
 
 import pytest
@@ -54,11 +55,14 @@ def through_captures(layer, hidden):
     """What a policy with captures does: one call a forward, a context around a recomputation."""
     reenter = None
 
-    def region(given):
+    def first(given):
         nonlocal reenter
+        reenter = capture_routing()
+        return layer(given)
+
+    def region(given):
         if reenter is None:
-            reenter = capture_routing()
-            return layer(given)
+            return contextvars.copy_context().run(first, given)
         with reenter():
             return layer(given)
 
@@ -122,8 +126,9 @@ def test_a_recomputation_without_notes_is_refused():
         output.sum().backward()
 
 
+@pytest.mark.parametrize("around", [through_contexts, through_captures])
 @pytest.mark.parametrize("runner", [through_contexts, through_captures])
-def test_regions_within_regions_keep_their_notes(runner):
+def test_regions_within_regions_keep_their_notes(runner, around):
     def run(world, nested):
         layers = [build(world) for _ in range(3)]
 
@@ -136,7 +141,7 @@ def test_regions_within_regions_keep_their_notes(runner):
             return layers[2](runner(inner, hidden) if nested else inner(hidden))[0]
 
         hidden = random.normal(random.Key(2, "x"), (1, 4, 3), dtype=torch.float64).requires_grad_()
-        output = through_contexts(outer, hidden) if nested else outer(hidden)
+        output = around(outer, hidden) if nested else outer(hidden)
         output.square().sum().backward()
         return [hidden.grad, *(p.grad for layer in layers for p in layer.parameters())]
 

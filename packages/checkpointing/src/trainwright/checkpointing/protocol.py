@@ -30,8 +30,9 @@ class LayerRunner(Protocol):
 class Capture(Protocol):
     """Looks at ambient state when a layer runs, and says how to bring it back for a recomputation.
 
-    It is called during the forward. What it returns is called once for each recomputation, and
-    gives a context manager under which the layer runs again.
+    It is called during the forward; context variables that it sets end with the layer. What it
+    returns is called once for each recomputation, and gives a context manager under which the layer
+    runs again.
     """
 
     def __call__(self) -> Reenter:

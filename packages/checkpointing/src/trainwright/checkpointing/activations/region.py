@@ -72,17 +72,22 @@ class Region:
         if self._first is not None:
             args, kwargs = self._first
             self._first = None  # from here on the graph alone decides what stays alive
-            return self._run_forward(tensors, args, kwargs)
+            # In a context of its own: what captures set is for the function, and ends with it.
+            inside = self._context.copy()
+            output, begun = inside.run(self._run_forward, tensors, args, kwargs)
+            _set_changes(begun, inside)
+            return output
         self._check_parameters()
         args, kwargs = self._build(tensors)
         return self._context.copy().run(self._run_again, args, kwargs)
 
     def _run_forward(
         self, tensors: tuple[torch.Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> tuple[Any, contextvars.Context]:
         options = self._options
         captures = (capture_function_modes, capture_numerics, *options.captures)
         self._reenters = [capture() for capture in captures]
+        begun = contextvars.copy_context()
         self._versions = [
             (name, parameter, parameter._version)
             for name, parameter in _parameters(self._function)
@@ -107,7 +112,7 @@ class Region:
         if randomness is not None:
             randomness.stop_watching()
         self._randomness = randomness
-        return output
+        return output, begun
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with ExitStack() as stack:
@@ -133,6 +138,13 @@ class Region:
                     "recomputation, so the gradients would be of other weights; finish backward "
                     "before the update, or keep this layer's activations"
                 )
+
+
+def _set_changes(before: contextvars.Context, after: contextvars.Context) -> None:
+    """Set the variables whose values are others after than before."""
+    for variable, value in after.items():
+        if variable not in before or before[variable] is not value:
+            variable.set(value)
 
 
 def _modules(function: object) -> Sequence[tuple[str, nn.Module]]:

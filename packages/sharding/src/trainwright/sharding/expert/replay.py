@@ -33,7 +33,7 @@ def routing_contexts() -> tuple[AbstractContextManager[None], AbstractContextMan
     It is a ``context_fn`` of `torch.utils.checkpoint.checkpoint`, called once a region.
     """
     notes = _Notes()
-    recording = _Entered(lambda: _Recorder(ref(notes), _around(), has_end=True))
+    recording = _Entered(lambda: _Recorder(ref(notes), _around()))
     return recording, _Entered(lambda: _Reader(notes))
 
 
@@ -41,11 +41,10 @@ def capture_routing() -> Callable[[], AbstractContextManager[None]]:
     """Begin to note decisions, and return what makes a recomputation read them.
 
     It is one of the ``captures`` of `trainwright.checkpointing.activations`, called at each forward
-    of a region. The notes live as long as what is returned. Such a region may lie within one that
-    has `routing_contexts`, not within another of its own kind.
+    of a region in a context that ends with it. The notes live as long as what is returned.
     """
     notes = _Notes()
-    _state.set(_Recorder(ref(notes), _around(), has_end=False))
+    _state.set(_Recorder(ref(notes), _around()))
     return lambda: _Entered(lambda: _Reader(notes))
 
 
@@ -69,8 +68,6 @@ def decide(layer: object, make: Callable[[], _T]) -> _T:
 
 
 class _State(Protocol):
-    has_end: bool
-
     @property
     def replays(self) -> bool: ...
 
@@ -83,8 +80,10 @@ _state: ContextVar[_State | None] = ContextVar("routing", default=None)
 def _around() -> _State | None:
     """Return the state of the region around the one that begins."""
     state = _state.get()
-    # What was captured has no end: the region that began it is over, for all one can tell.
-    return state if state is not None and state.has_end else None
+    # What was captured in no context of its own is current for ever.
+    while isinstance(state, _Recorder) and state.is_over:
+        state = state.around
+    return state
 
 
 class _Notes(list[tuple[int, Any]]):
@@ -94,17 +93,21 @@ class _Notes(list[tuple[int, Any]]):
 class _Recorder:
     """Notes what is decided, here and in the region around."""
 
-    def __init__(self, notes: ref[_Notes], around: _State | None, *, has_end: bool) -> None:
-        self.has_end = has_end
+    def __init__(self, notes: ref[_Notes], around: _State | None) -> None:
+        self.around = around
         self._notes = notes
-        self._around = around
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody can read the notes any more."""
+        return self._notes() is None
 
     @property
     def replays(self) -> bool:
-        return self._around is not None and self._around.replays
+        return self.around is not None and self.around.replays
 
     def next(self, layer: object, make: Callable[[], Any]) -> Any:
-        made = make() if self._around is None else self._around.next(layer, make)
+        made = make() if self.around is None else self.around.next(layer, make)
         notes = self._notes()
         if notes is not None:
             notes.append((id(layer), made))
@@ -115,7 +118,6 @@ class _Reader:
     """Reads the notes of one region from the start."""
 
     replays = True
-    has_end = True
 
     def __init__(self, notes: _Notes) -> None:
         self._left = iter(tuple(notes))
