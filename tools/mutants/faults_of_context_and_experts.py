@@ -64,10 +64,10 @@ FAULTS_OF_CONTEXT_AND_EXPERTS = (
         IN_EXPERTS,
     ),
     Fault(
-        "auxiliary losses are added up on every tensor-parallel rank",
-        f"{EXPERT}/layer.py",
-        "        sums = differentiable.partial_to_replicate(terms, self.ranks.tp)\n",
-        "        sums = terms\n",
+        "the router's gradient is not summed over tensor-parallel ranks",
+        f"{EXPERT}/router.py",
+        '        gradient = {"tp": Partial()} if self.tp.size > 1 else {}\n',
+        "        gradient = {}\n",
         IN_EXPERTS,
     ),
     Fault(
