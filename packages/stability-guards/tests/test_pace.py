@@ -35,6 +35,14 @@ def test_a_straggler_says_how_slow_it_is():
     ]
 
 
+def test_a_rank_that_alone_takes_time_is_infinitely_slow():
+    watch = StragglerWatch(in_a_row=1)
+
+    _, found = watch.update(watch.initial(), [0.0, 0.0, 3.0])
+
+    assert [str(f) for f in found] == ["rank 2 takes 3 s, inf times the median"]
+
+
 def test_every_rank_learns_the_seconds_of_all():
     found = LocalWorld(3).run(lambda comm: gather_seconds(0.5 * comm.rank, comm))
 

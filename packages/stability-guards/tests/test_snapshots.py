@@ -129,6 +129,14 @@ def test_the_update_ratio_is_the_largest_over_tensors_whole_or_cut():
         update_ratio(before, after[:1])
 
 
+@pytest.mark.parametrize("place", [0, 1], ids=["weight", "update"])
+def test_the_update_ratio_of_what_is_not_finite_is_nan(place):
+    tensors = [[torch.ones(2), torch.ones(2)], [torch.ones(2), torch.ones(2)]]
+    tensors[place][0][0] = torch.nan
+
+    assert update_ratio(*tensors).isnan()
+
+
 def test_no_attention_logit_exceeds_its_bound_and_the_largest_logit_is_found_over_ranks():
     q, k = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8)
     logits = q @ k.repeat_interleave(2, dim=1).transpose(-1, -2) * 8**-0.5

@@ -2,6 +2,7 @@
 
 import math
 
+import attrs
 import pytest
 from hypothesis import given, settings
 
@@ -27,7 +28,12 @@ from trainwright.stability_guards import (
     replay,
 )
 from trainwright.stability_guards.curves import Fault, healthy, with_fault
-from trainwright.stability_guards.testing import GUARD_LAWS, reports, verdicts_of
+from trainwright.stability_guards.testing import (
+    GUARD_LAWS,
+    law_a_reason_is_given_exactly_for_interventions,
+    reports,
+    verdicts_of,
+)
 
 SMALL = {"window": 4, "min_history": 2}
 GUARDS = {
@@ -158,6 +164,16 @@ def with_signal(name, values):
         Report(step=at, loss=2.0, norm=1.0, signals={} if value is None else {name: value})
         for at, value in enumerate(values)
     ]
+
+
+@pytest.mark.parametrize("guard", [DivergenceGuard(block=4), StallGuard(400)])
+def test_a_guard_that_only_watches_gives_no_reason(guard):
+    history = [*steady(8), *steady(800, loss=9.0, first=8)]
+    assert replay(history, guard)
+
+    watching = attrs.evolve(guard, verdict=Verdict.CONTINUE)
+
+    law_a_reason_is_given_exactly_for_interventions(watching, history)
 
 
 def test_a_ratio_out_of_bounds_for_so_many_observations_is_named():

@@ -30,7 +30,8 @@ def update_ratio(
         communicator: ranks over which each tensor is cut; None where tensors are whole.
 
     Returns:
-        0-d float32, the same on every rank of the communicator; 0 without tensors.
+        0-d float32, the same on every rank of the communicator; 0 without tensors, NaN where a
+        weight or an update is.
 
     Raises:
         GuardError: lengths or shapes differ.
@@ -54,7 +55,7 @@ def update_ratio(
     if communicator is not None:
         communicator.all_reduce(squares, ReduceOp.SUM).wait()
     change, weight = squares.sqrt()
-    return torch.where(weight > 0, change / weight, 0.0).amax()
+    return torch.where(weight == 0, 0.0, change / weight).amax()
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -33,7 +34,7 @@ class Straggler:
     median_seconds: float
 
     def __str__(self) -> str:
-        ratio = self.seconds / self.median_seconds
+        ratio = self.seconds / self.median_seconds if self.median_seconds else math.inf
         return f"rank {self.rank} takes {self.seconds:.3g} s, {ratio:.2f} times the median"
 
 

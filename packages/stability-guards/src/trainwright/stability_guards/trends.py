@@ -70,6 +70,8 @@ class DivergenceGuard:
             text = f"above its minimum {least:.4g} and rising from {state['anchor']:.4g}"
         else:
             return after, Verdict.CONTINUE
+        if self.verdict is Verdict.CONTINUE:
+            return after, self.verdict
         after["reason"] = f"step {report.step}: {self.signal} is at {level:.4g}, {text}"
         return after, self.verdict
 
@@ -144,7 +146,7 @@ class StallGuard:
             return after, Verdict.CONTINUE
         parts = [*state["parts"], after["sum"] / after["medians"]][-_PARTS:]
         after.update(medians=0, sum=0.0, parts=parts)
-        if not self._stands_still(parts):
+        if not self._stands_still(parts) or self.verdict is Verdict.CONTINUE:
             return after, Verdict.CONTINUE
         after["reason"] = (
             f"step {report.step}: {self.signal} has stood at {parts[-1]:.4g} for {self.patience} "
