@@ -280,3 +280,68 @@ def test_the_text_of_a_batch_that_was_skipped_is_shown_and_can_be_left_out(
     assert main(["train", *SMALL, *again, "--out", str(tmp_path / "again")]) == 0
     assert main(["data", "show", str(folder), "--step", "1"]) == 2
     assert "intervened at steps [2, 3]" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_other_guards_which_begin_anew(tmp_path: Path, data: Path) -> None:
+    folder, guards = tmp_path / "run", tmp_path / "guards.json"
+    # As many guards as the default has, so that their number tells nothing.
+    four: dict[str, Any] = {"stall": {}, "spike": {}, "joint-spike": {}, "non-finite": {}}
+    guards.write_text(json.dumps({"guards": four}))
+    begin = ["train", *SMALL, "--data", str(data), "--steps", "2", "--out", str(folder)]
+    assert main(begin) == 0
+
+    for steps, other in enumerate(["none", str(guards), "default"], start=3):
+        again = ["--resume", str(folder), "--steps", str(steps), "--guards", other]
+        assert main(["train", "--threads-as-ranks", *again]) == 0
+
+    assert [row["step"] for row in _rows(folder)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("tail", "code", "message"),
+    [
+        (b'{"number": 0, "verd', 0, ""),
+        (b"{}\n", 1, "line 1 of"),
+        (b"\xff\xfe\n", 1, "cannot be read"),
+    ],
+)
+def test_a_torn_end_of_the_journal_is_no_entry_and_a_damaged_line_ends_the_run_in_a_line(
+    finished: Path,
+    tail: bytes,
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (finished / "journal.jsonl").write_bytes(tail)
+    resume = ["--resume", str(finished), "--steps", "4", "--layout", "dp=2"]
+
+    assert main(["train", "--threads-as-ranks", *resume]) == code
+
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    assert len(_rows(finished)) == 4 - code
+
+
+def test_a_journal_without_its_run_is_taken_for_a_run_and_not_adopted(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "left"
+    folder.mkdir()
+    (folder / "journal.jsonl").write_text("")
+
+    assert main(["train", *SMALL, "--data", str(data), "--out", str(folder)]) == 2
+
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_a_run_that_never_intervened_and_a_folder_without_one_have_no_data_to_show(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(path.name for path in finished.iterdir())
+
+    assert main(["data", "show", str(finished)]) == 2
+    assert "it never intervened" in capsys.readouterr().err
+    assert main(["data", "show", str(tmp_path / "nothing"), "--step", "3"]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert sorted(path.name for path in finished.iterdir()) == before

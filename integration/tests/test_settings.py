@@ -16,7 +16,7 @@ from trainwright.integration.fitting import check_fits
 from trainwright.integration.guarding import read_guards
 from trainwright.integration.launch import Place, place_in_environment
 from trainwright.integration.model import ModelShape, preset
-from trainwright.stability_guards import Positions, StallGuard, any_of
+from trainwright.stability_guards import Positions, SpikeGuard, StallGuard, Verdict, any_of
 
 
 @pytest.mark.parametrize(
@@ -343,6 +343,12 @@ def test_settings_written_before_an_option_was_known_take_its_default() -> None:
         ('{"guards": {"stall": 3}}', "an object of its arguments"),
         ('{"guards": {}, "recovery": {"max_rollbacks": -1}}', "max_rollbacks"),
         ('{"guards": {}, "snapshots": 1.5}', "snapshots must be a whole number"),
+        ('{"snapshots": 1}', 'must name "guards"'),
+        ('{"guards": {"stall": {}, "stall": {}}}', "stall is there more than once"),
+        ('{"guards": {"spike": {"signal": "los"}}}', "signal must be one of ('loss', 'norm')"),
+        ('{"guards": {"stall": {"verdict": 2}}}', "'ROLLBACK', 'HALT'), got 2"),
+        ('{"guards": {"stall": {"patience": "1"}}}', "patience must be a whole number"),
+        ('{"guards": {}, "recovery": {"replay_skipped": "no"}}', "must be true or false"),
     ],
 )
 def test_a_file_of_guards_that_says_what_is_not_known_is_refused(
@@ -355,15 +361,28 @@ def test_a_file_of_guards_that_says_what_is_not_known_is_refused(
         read_guards(str(path))
 
 
+@pytest.mark.parametrize("content", ["[1, [0, 281474976710657]]", "[9223372036854775808]"])
+def test_positions_to_leave_out_that_end_nowhere_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "exclude.json"
+    path.write_text(content)
+
+    with pytest.raises(ConfigError, match="nothing to read behind them"):
+        read_guards("default", str(path))
+
+
 def test_a_file_of_guards_is_what_it_says(tmp_path: Path) -> None:
     path, exclude = tmp_path / "guards.json", tmp_path / "exclude.json"
-    values = {"guards": {"stall": {}}, "recovery": {"snapshot_every": 7}, "replicas_every": 5}
+    values = {
+        "guards": {"stall": {"verdict": "SKIP"}, "spike": {}},
+        "recovery": {"snapshot_every": 7},
+        "replicas_every": 5,
+    }
     path.write_text(json.dumps(values))
     exclude.write_text("[3, [5, 8]]")
 
     plan = read_guards(str(path), str(exclude), scales_losses=True)
 
-    assert plan.guard.initial() == any_of(StallGuard()).initial()
+    assert plan.guard == any_of(StallGuard(verdict=Verdict.SKIP), SpikeGuard("loss"))
     assert (plan.recovery.snapshot_every, plan.recovery.replay_skipped) == (7, True)
     assert (plan.snapshots, plan.replicas_every) == (2, 5)
     assert plan.exclude == Positions([(3, 4), (5, 8)])

@@ -36,8 +36,9 @@ from trainwright.integration.model import PRESETS
 from trainwright.integration.preparing import prepare, prepared_by_first
 from trainwright.integration.run_folder import RunFolder
 from trainwright.precision import LossScaleError
-from trainwright.stability_guards import HaltError
+from trainwright.stability_guards import GuardError, HaltError
 
+_TOLD = (CheckpointingError, CollectiveError, GuardError, HaltError, LossScaleError)
 TRANSPORTS = ("auto", "gloo", "shm", "threads")
 
 
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainwrightError as error:
         sys.stderr.write(f"trainwright: {error}\n")
         return 2
-    except (CheckpointingError, CollectiveError, HaltError, LossScaleError) as error:
+    except _TOLD as error:
         # What the libraries say of a run that cannot go on is meant for people; of a rank that
         # stops because another failed, the other one tells the story.
         sys.stderr.write(f"trainwright: {error}\n")

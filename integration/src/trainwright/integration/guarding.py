@@ -24,6 +24,7 @@ from trainwright.stability_guards import (
     RecoveryPlan,
     SpikeGuard,
     StallGuard,
+    Verdict,
     any_of,
     default_guards,
     escalate,
@@ -33,7 +34,7 @@ from trainwright.stability_guards import (
 GUARDS: dict[str, Callable[..., Guard]] = {
     "non-finite": NonFiniteGuard,
     "local": LocalVerdictGuard,
-    "spike": SpikeGuard,
+    "spike": functools.partial(SpikeGuard, signal="loss"),
     "joint-spike": JointSpikeGuard,
     "divergence": DivergenceGuard,
     "stall": StallGuard,
@@ -41,6 +42,11 @@ GUARDS: dict[str, Callable[..., Guard]] = {
 """Guards that a file can name; "escalate" beside a guard's arguments makes it sterner each time."""
 
 ESCALATION = ("skips", "rollbacks", "within_steps")
+SIGNALS = ("loss", "norm")
+"""What the recipe tells guards of a step."""
+VERDICTS = tuple(verdict.name for verdict in Verdict)
+END_OF_DATA = 2**48
+"""No run reads so far; positions are counted in whole numbers of the machine."""
 
 
 @attrs.frozen
@@ -61,6 +67,11 @@ class GuardPlan:
     replicas_every: int = 100
     exclude: Positions = attrs.field(factory=Positions)
 
+    @functools.cached_property
+    def guard_name(self) -> str:
+        """What tells the guard from others, whose memory it could not go on with."""
+        return repr(self.guard)
+
 
 def read_guards(text: str, exclude: str | None = None, *, scales_losses: bool = False) -> GuardPlan:
     """Return the plan that ``--guards`` and ``--exclude`` name.
@@ -69,6 +80,7 @@ def read_guards(text: str, exclude: str | None = None, *, scales_losses: bool = 
         text: ``default``, ``none``, or a JSON file such as ``{"guards": {"non-finite": {},
             "joint-spike": {"escalate": {"skips": 2}}}, "recovery": {"snapshot_every": 50},
             "snapshots": 2, "replicas_every": 100}``, in which all but the guards may be left out.
+            A guard's ``signal`` is "loss" or "norm", its ``verdict`` "SKIP", "ROLLBACK" or "HALT".
         exclude: a JSON file with a list of positions and of spans [start, stop].
         scales_losses: whether a loss scale has to find its place: then a batch that was skipped is
             read again after the run has gone back, for its data may be good.
@@ -83,9 +95,15 @@ def read_guards(text: str, exclude: str | None = None, *, scales_losses: bool = 
         plan = _plan_of(_read_json(text, "--guards"), text)
     if exclude is not None:
         try:
-            plan = attrs.evolve(plan, exclude=Positions.from_json(_read_json(exclude, "--exclude")))
+            positions = Positions.from_json(_read_json(exclude, "--exclude"))
         except GuardError as error:
             raise ConfigError(f"--exclude {exclude}: {error}") from error
+        if positions and positions.spans[-1][1] > END_OF_DATA:
+            raise ConfigError(
+                f"--exclude {exclude} leaves out positions up to {positions.spans[-1][1] - 1}, and "
+                f"nothing to read behind them; give positions below {END_OF_DATA}"
+            )
+        plan = attrs.evolve(plan, exclude=positions)
     if scales_losses:
         plan = attrs.evolve(plan, recovery=attrs.evolve(plan.recovery, replay_skipped=True))
     return plan
@@ -94,7 +112,9 @@ def read_guards(text: str, exclude: str | None = None, *, scales_losses: bool = 
 def _plan_of(values: Any, file: str) -> GuardPlan:
     what = f"--guards {file}"
     _check_keys(what, values, ("guards", "recovery", "snapshots", "replicas_every"))
-    named = values.get("guards", {})
+    if "guards" not in values:
+        raise ConfigError(f'{what} must name "guards"; {{"guards": {{}}}} lets every step be')
+    named = values["guards"]
     _check_keys(f"{what}: guards", named, GUARDS)
     guard = any_of(*(_guard(f"{what}: {name}", name, own) for name, own in named.items()))
     recovery = _make(f"{what}: recovery", RecoveryPlan, values.get("recovery", {}))
@@ -109,6 +129,12 @@ def _guard(what: str, name: str, values: Any) -> Guard:
     if not isinstance(values, dict):
         raise ConfigError(f"{what} must be an object of its arguments, got {values!r}")
     own = {key: value for key, value in values.items() if key != "escalate"}
+    if own.get("signal", "loss") not in SIGNALS:
+        raise ConfigError(f"{what}: signal must be one of {SIGNALS}, got {own['signal']!r}")
+    if "verdict" in own:
+        if own["verdict"] not in VERDICTS:
+            raise ConfigError(f"{what}: verdict must be one of {VERDICTS}, got {own['verdict']!r}")
+        own["verdict"] = Verdict[own["verdict"]]
     guard: Guard = _make(what, GUARDS[name], own)
     if "escalate" not in values:
         return guard
@@ -142,6 +168,14 @@ def _check_keys(what: str, values: Any, allowed: Iterable[str]) -> None:
 
 def _read_json(path: str, option: str) -> Any:
     try:
-        return json.loads(Path(path).read_text())
+        return json.loads(Path(path).read_text(), object_pairs_hook=_without_repeats)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{option} {path}: cannot be read as JSON: {error}") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        repeated = sorted(key for key in made if [name for name, _ in pairs].count(key) > 1)
+        raise ValueError(f"{', '.join(repeated)} is there more than once")
+    return made

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from trainwright.integration.parts import Parts, Progress
-from trainwright.integration.recovering import recovery_of
+from trainwright.integration.recovering import guards_state, recovery_of
 from trainwright.sharding import StepTotals, one_norm
 from trainwright.stability_guards import Verdict, clip_, report_from_totals
 
@@ -74,7 +74,7 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
         lr = _OUTCOMES[verdict](parts, progress, totals)
         parts.model.zero_grad()
         recovery.stepped(progress.step, verdict)
-        progress.guard_state = recovery.state_dict()
+        progress.guard_state = guards_state(recovery, parts)
         record = StepRecord(
             step=made,
             loss=report.loss,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainwright.integration.live_state import LiveState
 from trainwright.integration.parts import Parts, Progress
 from trainwright.stability_guards import MemorySnapshots, Recovery, Snapshot
@@ -20,8 +22,15 @@ class NoSnapshots:
         raise AssertionError(f"step {step} was never kept")
 
 
+def guards_state(recovery: Recovery, parts: Parts) -> dict[str, Any]:
+    """Return what a checkpoint keeps of a recovery: its memory, and of which guards it is."""
+    return {**recovery.state_dict(), "of": parts.guards.guard_name}
+
+
 def recovery_of(parts: Parts, progress: Progress) -> Recovery:
     """Return what judges the steps of a loop and goes back; ``progress`` moves with it.
+
+    Guards that are not those whose memory ``progress`` holds begin anew.
 
     Raises:
         AbandonedStateError: ``progress`` is of training that a rollback has taken back.
@@ -34,5 +43,8 @@ def recovery_of(parts: Parts, progress: Progress) -> Recovery:
         plan.guard, snapshots, parts.feed, parts.journal, plan.recovery, plan.exclude
     )
     if progress.guard_state:
-        recovery.load_state_dict(progress.guard_state)
+        state = dict(progress.guard_state)
+        if state.pop("of", None) != plan.guard_name:
+            state["guard"] = plan.guard.initial()
+        recovery.load_state_dict(state)
     return recovery

@@ -65,7 +65,9 @@ class RunFolder:
     def holds_run(self) -> bool:
         """Whether a run has begun here."""
         try:
-            return any(p.exists() for p in (self.path / CONFIG, self.metrics, self.checkpoints))
+            # A journal that is left says what not to read, of other data perhaps.
+            left = (self.path / CONFIG, self.path / JOURNAL, self.metrics, self.checkpoints)
+            return any(path.exists() for path in left)
         except OSError as error:
             raise RunFolderError(f"cannot look into {self.path}: {error}") from error
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import attrs
 
 from trainwright.stability_guards.checks import whole
+from trainwright.stability_guards.errors import GuardError
 from trainwright.stability_guards.positions import Positions
 
 
@@ -37,6 +38,11 @@ def _optional_count(_: object, attribute: attrs.Attribute[Any], value: object) -
         whole(0)(_, attribute, value)
 
 
+def _yes_or_no(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if type(value) is not bool:
+        raise GuardError(f"{attribute.name} must be true or false, got {value!r}")
+
+
 @attrs.frozen
 class RecoveryPlan:
     """How a run goes back, and how often.
@@ -57,4 +63,4 @@ class RecoveryPlan:
     skip_before: int | None = attrs.field(default=2, validator=_optional_count)
     max_rollbacks: int = attrs.field(default=3, validator=whole(0))
     settled_after: int = attrs.field(default=1000, validator=whole(0))
-    replay_skipped: bool = False
+    replay_skipped: bool = attrs.field(default=False, validator=_yes_or_no)
