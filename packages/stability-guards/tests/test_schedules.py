@@ -89,28 +89,6 @@ def test_without_a_rise_the_cosine_is_torchs(steps, peak, part):
         theirs.step()
 
 
-@given(lengths=warmup_lengths(), peak=peaks)
-def test_the_fall_is_that_of_the_schedules_in_transformers(lengths, peak):
-    warmup_steps, total_steps = lengths
-
-    def theirs(update, shape):
-        if update < warmup_steps:
-            return update / max(1, warmup_steps)
-        progress = (update - warmup_steps) / max(1, total_steps - warmup_steps)
-        return max(0.0, shape(progress))
-
-    shapes = {
-        "linear": lambda progress: 1.0 - progress,
-        "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }
-    for name, shape in shapes.items():
-        ours = FALLING[name](peak, warmup_steps, total_steps)
-        for update in range(max(total_steps, 1)):
-            # During the rise theirs lags by one update and begins at zero.
-            lag = 1 if update < warmup_steps else 0
-            assert ours(update) == pytest.approx(peak * theirs(update + lag, shape), abs=1e-12)
-
-
 def test_a_lambda_lr_scheduler_stepped_on_applied_updates_only_keeps_in_phase():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, as_lambda_lr(constant(1.0, 10)))
@@ -167,7 +145,8 @@ def test_schedules_are_values():
     assert schedule != linear(1.0, 3, 10)
     assert pickle.loads(pickle.dumps(schedule)) == schedule
     assert repr(schedule) == (
-        "WarmupSchedule(peak=1.0, warmup_steps=3, total_steps=10, floor=0.0, shape=half_cosine)"
+        "WarmupSchedule(peak=1.0, warmup_steps=3, total_steps=10, floor=0.0, shape=half_cosine, "
+        "hold_steps=0, from_zero=False)"
     )
 
 

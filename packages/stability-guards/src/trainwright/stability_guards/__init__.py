@@ -22,10 +22,12 @@ from trainwright.stability_guards.combining import (
     agreeing,
     escalate,
 )
+from trainwright.stability_guards.composing import Chain, InverseSqrt, OverRamp, Transition, chain
 from trainwright.stability_guards.decay import (
     decay_groups,
     decay_table,
 )
+from trainwright.stability_guards.decay_roles import SquareOf, decay_roles, decay_setter
 from trainwright.stability_guards.errors import (
     AbandonedStateError,
     GuardError,
@@ -83,6 +85,7 @@ from trainwright.stability_guards.protocol import (
     Totals,
     Verdict,
 )
+from trainwright.stability_guards.ramps import BatchRamp, fixed_batch, linear_ramp, stepwise_ramp
 from trainwright.stability_guards.recovery import Recovery, check_not_abandoned
 from trainwright.stability_guards.recovery_plan import BatchSource, RecoveryPlan
 from trainwright.stability_guards.replaying import (
@@ -98,12 +101,16 @@ from trainwright.stability_guards.replicas import (
     compare_replicas,
 )
 from trainwright.stability_guards.schedules import (
+    Rates,
     WarmupSchedule,
     as_lambda_lr,
     constant,
     linear,
+    polynomial,
     warmup_cosine,
+    warmup_stable_decay,
 )
+from trainwright.stability_guards.shapes import Power, half_cosine, one_minus_sqrt, straight
 from trainwright.stability_guards.snapshots import (
     MemorySnapshots,
     Snapshot,
@@ -124,8 +131,10 @@ __all__ = [
     "AbandonedStateError",
     "Agreement",
     "Alarm",
+    "BatchRamp",
     "BatchSource",
     "BoundGuard",
+    "Chain",
     "DivergenceGuard",
     "FileJournal",
     "GrowthGuard",
@@ -134,6 +143,7 @@ __all__ = [
     "HaltError",
     "Heartbeat",
     "Intervention",
+    "InverseSqrt",
     "JointSpikeGuard",
     "Journal",
     "JournalError",
@@ -144,7 +154,10 @@ __all__ = [
     "NonFiniteGradientError",
     "NonFiniteGuard",
     "NotAvailableError",
+    "OverRamp",
     "Positions",
+    "Power",
+    "Rates",
     "Recovery",
     "RecoveryPlan",
     "Report",
@@ -152,12 +165,14 @@ __all__ = [
     "Silence",
     "Snapshot",
     "SpikeGuard",
+    "SquareOf",
     "StallGuard",
     "State",
     "Stateful",
     "Straggler",
     "StragglerWatch",
     "Totals",
+    "Transition",
     "Verdict",
     "WarmupSchedule",
     "ZClip",
@@ -169,6 +184,7 @@ __all__ = [
     "as_lambda_lr",
     "attention_logit_bound",
     "bytes_of",
+    "chain",
     "check_initial_loss",
     "check_not_abandoned",
     "checksum",
@@ -183,22 +199,32 @@ __all__ = [
     "constant",
     "counted_on",
     "decay_groups",
+    "decay_roles",
+    "decay_setter",
     "decay_table",
     "default_guards",
     "escalate",
     "expected_initial_loss",
+    "fixed_batch",
     "gather_seconds",
     "global_norm",
+    "half_cosine",
     "largest_logit",
     "linear",
+    "linear_ramp",
     "never",
     "non_finite_names",
+    "one_minus_sqrt",
+    "polynomial",
     "read_metrics",
     "replay",
     "report_from_totals",
     "reports_of",
     "shared_journal",
+    "stepwise_ramp",
+    "straight",
     "update_ratio",
     "verdict_from_counts",
     "warmup_cosine",
+    "warmup_stable_decay",
 ]

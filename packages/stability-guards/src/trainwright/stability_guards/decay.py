@@ -19,11 +19,12 @@ def decay_groups(
     *,
     logical_ndim: LogicalNdim | None = None,
     overrides: Mapping[str, bool] | None = None,
+    roles: Mapping[str, bool] | None = None,
 ) -> list[dict[str, Any]]:
     """Part parameters into those that decay and those that do not, as optimizer groups.
 
-    Matrices and greater decay; vectors and scalars, which are norms and biases under whatever
-    name, do not.
+    Matrices and greater decay, embeddings among them; vectors and scalars, which are norms and
+    biases under whatever name, do not. `decay_roles` looks at the modules instead.
 
     Args:
         named_parameters: such as ``model.named_parameters()``; a tied one counts once, a frozen
@@ -33,13 +34,14 @@ def decay_groups(
             by name or as a function of (name, tensor); without, the tensor's own.
         overrides: ``fnmatch`` pattern of names to whether they decay; the first that matches
             rules.
+        roles: whether each parameter decays, by name, in place of the rule about dims.
 
     Returns:
         Two groups for ``torch.optim``, decaying and not, either perhaps empty so that all ranks
         have the same number; "params" holds (name, parameter) pairs.
 
     Raises:
-        GuardError: the decay is negative, a pattern matches nothing, a name has no dims.
+        GuardError: the decay is negative, a pattern matches nothing, a name has no dims or role.
     """
     if not weight_decay >= 0.0:
         raise GuardError(f"weight_decay must be from 0, got {weight_decay}")
@@ -51,7 +53,11 @@ def decay_groups(
     _check_patterns(rules, once.values())
     parts: tuple[list[Any], list[Any]] = ([], [])
     for parameter, name in once.items():
-        decays = _decays(name, parameter, logical_ndim, rules)
+        decays = _ruled(name, rules)
+        if decays is None and roles is not None:
+            decays = _role(name, roles)
+        if decays is None:
+            decays = _ndim(name, parameter, logical_ndim) >= 2
         parts[0 if decays else 1].append((name, parameter))
     # Without "param_names" torch takes an empty group for one without names.
     return [
@@ -89,21 +95,28 @@ def _check_patterns(rules: Mapping[str, bool], names: Iterable[str]) -> None:
             )
 
 
-def _decays(
-    name: str,
-    parameter: torch.Tensor,
-    logical_ndim: LogicalNdim | None,
-    rules: Mapping[str, bool],
-) -> bool:
+def _ruled(name: str, rules: Mapping[str, bool]) -> bool | None:
     for pattern, decays in rules.items():
         if fnmatch.fnmatchcase(name, pattern):
             return decays
+    return None
+
+
+def _role(name: str, roles: Mapping[str, bool]) -> bool:
+    if name not in roles:
+        raise GuardError(
+            f"roles say nothing of {name}; take them of the model whose parameters are grouped"
+        )
+    return roles[name]
+
+
+def _ndim(name: str, parameter: torch.Tensor, logical_ndim: LogicalNdim | None) -> int:
     if logical_ndim is None:
-        return parameter.ndim >= 2
-    if isinstance(logical_ndim, Mapping):
-        if name not in logical_ndim:
-            raise GuardError(
-                f"logical_ndim says nothing of {name}; a flat shard does not show its dims"
-            )
-        return logical_ndim[name] >= 2
-    return logical_ndim(name, parameter) >= 2
+        return parameter.ndim
+    if not isinstance(logical_ndim, Mapping):
+        return logical_ndim(name, parameter)
+    if name not in logical_ndim:
+        raise GuardError(
+            f"logical_ndim says nothing of {name}; a flat shard does not show its dims"
+        )
+    return logical_ndim[name]
