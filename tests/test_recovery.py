@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.serial import SPARSE, settings, text
-from trainwright.checkpointing.state import StateStore
+from trainwright.checkpointing.state import Retention, StateStore
 from trainwright.checkpointing.testing.files import CrashingFiles
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.config import RunConfig
@@ -152,11 +152,26 @@ def test_a_loss_that_explodes_whatever_is_read_ends_the_run_after_bounded_rollba
         assert verdicts == [Verdict.ROLLBACK, Verdict.ROLLBACK, Verdict.HALT]
 
 
+@pytest.mark.parametrize(
+    ("snapshot_every", "keep", "saves_first", "goes_on_from"),
+    [
+        (4, None, False, 4),
+        (4, Retention(1), True, 4),
+        (4, Retention(1), False, 4),
+        # It goes back to the beginning, where no checkpoint is.
+        (50, Retention(1), False, 0),
+    ],
+)
 def test_a_run_killed_after_a_rollback_resumes_before_what_it_has_taken_back(
-    poison: dict[int, float], tmp_path: Path
+    snapshot_every: int,
+    keep: Retention | None,
+    saves_first: bool,
+    goes_on_from: int,
+    poison: dict[int, float],
+    tmp_path: Path,
 ) -> None:
     guards, exclude = tmp_path / "guards.json", tmp_path / "exclude.json"
-    plan = {"snapshot_every": 4, "skip_before": 2}
+    plan = {"snapshot_every": snapshot_every, "skip_before": 2}
     guards.write_text(json.dumps({**SPIKES, "recovery": plan}))
     exclude.write_text(json.dumps([[BATCH * (BAD - 2), BATCH * BAD + BATCH]]))
     config = settings(guards=str(guards), layout="dp=2", zero=1, warmup=10, save_every=2)
@@ -166,7 +181,8 @@ def test_a_run_killed_after_a_rollback_resumes_before_what_it_has_taken_back(
     def run(world: Communicator) -> tuple[int, dict[str, torch.Tensor]]:
         journal = MemoryJournal(journals.get(world.rank, ()))
         parts = assemble(config, world, text(), SHAPE, journal)
-        store = StateStore("/run", world, coordinates=parts.mesh.coordinates, files=files)
+        place = parts.mesh.coordinates
+        store = StateStore("/run", world, coordinates=place, keep=keep, files=files)
         progress = restore_state(store, parts) or parts.start()
         began = progress.step
 
@@ -175,8 +191,9 @@ def test_a_run_killed_after_a_rollback_resumes_before_what_it_has_taken_back(
             if record.verdict is Verdict.ROLLBACK or progress.updates == UPDATES:
                 raise EnoughError
 
+        saver = Saver(store, parts, progress, began or None)
         with pytest.raises(EnoughError):
-            train(parts, progress, [Saver(store, parts, progress), observe])
+            train(parts, progress, [saver, observe] if saves_first else [observe, saver])
         pieces = parts.model.pieces.items()
         return began, {n: p.parameter.detach().clone() for n, p in pieces}
 
@@ -185,9 +202,9 @@ def test_a_run_killed_after_a_rollback_resumes_before_what_it_has_taken_back(
     second = LocalWorld(2, timeout_s=60.0).run(run)
 
     right, _, _ = weights_after(attrs.evolve(config, exclude=str(exclude)))
-    # It went back to the snapshot at 4; checkpoints of steps 6 and 8 held batches to blame.
-    assert [began for began, _ in [*first, *second]] == [0, 0, 4, 4]
-    assert [entry.back_to for entry in journals[0]] == [4]
+    # Checkpoints of steps 6 and 8 held batches to blame.
+    assert [began for began, _ in [*first, *second]] == [0, 0, goes_on_from, goes_on_from]
+    assert [entry.back_to for entry in journals[0]] == [goes_on_from]
     for rank, (_, weights) in enumerate(second):
         for name, weight in weights.items():
             assert torch.equal(right[f"{name} on {rank}"], weight), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,7 +12,12 @@ from trainwright.checkpointing import MismatchError, RankGenerators
 from trainwright.checkpointing.state import Sharded, StateStore
 from trainwright.integration.errors import RunFolderError
 from trainwright.integration.parts import Parts, Progress
-from trainwright.stability_guards import AbandonedStateError, check_not_abandoned
+from trainwright.stability_guards import (
+    AbandonedStateError,
+    Intervention,
+    Verdict,
+    check_not_abandoned,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 GENERATORS = "generators"
@@ -19,7 +25,12 @@ COUNTERS = ("step", "updates", "skipped")
 
 
 def save_state(
-    store: StateStore, parts: Parts, progress: Progress, *, asynchronous: bool = False
+    store: StateStore,
+    parts: Parts,
+    progress: Progress,
+    *,
+    protect: Collection[int] = (),
+    asynchronous: bool = False,
 ) -> None:
     """Save weights, moments, data position, guard and counters as checkpoint ``progress.step``.
 
@@ -27,13 +38,15 @@ def save_state(
         store: where to.
         parts: whose state.
         progress: how far the run has come.
+        protect: steps whose checkpoints stay, however few the store keeps.
         asynchronous: whether to return as soon as the state may change again.
 
     Raises:
         CheckpointingError: the state was not saved, or that of the save before this one; on every
             rank.
     """
-    store.save(progress.step, state_tree(parts, progress), asynchronous=asynchronous)
+    tree = state_tree(parts, progress)
+    store.save(progress.step, tree, protect=protect, asynchronous=asynchronous)
 
 
 def restore_state(store: StateStore, parts: Parts) -> Progress | None:
@@ -42,12 +55,14 @@ def restore_state(store: StateStore, parts: Parts) -> Progress | None:
     One of training that a rollback has taken back since is passed over for an older one.
 
     Returns:
-        How far the run had come; None where it was stopped before its first checkpoint.
+        How far the run had come; None where it was stopped before its first checkpoint, or where a
+        rollback to its beginning has taken back what all of them hold.
 
     Raises:
         CheckpointingError: the checkpoint is damaged or does not fit the model, or all that are
             there are of other runs.
-        AbandonedStateError: a rollback has taken back what all checkpoints hold.
+        AbandonedStateError: a rollback has taken back what all checkpoints hold, but not all that
+            was trained before them.
         RunFolderError: the folder of the checkpoints cannot be read.
 
     Communicates: one broadcast of 8 bytes, and what `StateStore.load` does.
@@ -60,7 +75,10 @@ def restore_state(store: StateStore, parts: Parts) -> Progress | None:
     world.broadcast(nothing_saved, 0).wait()
     if nothing_saved.item():
         return None
-    tree = _load_valid(store, parts)
+    step = _newest_valid(store, parts)
+    if step is None:
+        return None
+    tree = _load(store, parts, step)
     run = tree["run"]
     for piece in parts.model.pieces.values():
         parts.optimizer.state[piece.parameter]["step"].fill_(float(run["updates"]))
@@ -110,18 +128,34 @@ def materialise_moments(parts: Parts) -> None:
                 }
 
 
-def _load_valid(store: StateStore, parts: Parts) -> dict[str, Any]:
-    tree = _load(store, parts)
-    older = [step for step in store.steps() if step < tree["run"]["step"]]
+def _newest_valid(store: StateStore, parts: Parts) -> int | None:
+    """Return the step of the newest checkpoint that no rollback has taken back, looking only.
+
+    None where a rollback has taken the run back to before the first one.
+    """
+    guards, step = _look(store)
+    older = [other for other in store.steps() if other < step]
     while True:
         try:
-            check_not_abandoned(_guards(tree), parts.journal.entries)
+            if guards:
+                check_not_abandoned(guards, parts.journal.entries)
         except AbandonedStateError:
-            if not older:
-                raise
-            tree = _load(store, parts, older.pop())
-        else:
-            return tree
+            if older:
+                guards, step = _look(store, older.pop())
+                continue
+            if any(_restarts(entry) for entry in parts.journal.entries[guards["journalled"] :]):
+                return None
+            raise
+        return step
+
+
+def _restarts(entry: Intervention) -> bool:
+    return entry.verdict is Verdict.ROLLBACK and entry.back_to == 0
+
+
+def _look(store: StateStore, step: int | None = None) -> tuple[dict[str, Any], int]:
+    report = store.load_partial({"guards": {"state": ""}}, step)
+    return json.loads(report.tree["guards"]["state"] or "{}"), report.step
 
 
 def _guards(tree: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +163,7 @@ def _guards(tree: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _load(store: StateStore, parts: Parts, step: int | None = None) -> dict[str, Any]:
+def _load(store: StateStore, parts: Parts, step: int) -> dict[str, Any]:
     target = state_tree(parts, parts.start())
     if not parts.generators:
         return store.load(target, step)
