@@ -95,6 +95,21 @@ def test_bytes_are_stated_before_and_after_and_tied_weights_count_once():
     assert bytes_of({"a": [tied, (tied,)], "b": 3}) == 16
 
 
+def test_weights_that_a_module_has_tied_are_kept_once_and_stay_tied():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    snapshots = MemorySnapshots({"model": model})
+    before = model[0].weight.detach().clone()
+
+    snapshots.take(0)
+    model[0].weight.data.zero_()
+    snapshots.restore(0)
+
+    assert snapshots.bytes == 4 * 9
+    assert model[1].weight is model[0].weight
+    assert torch.equal(model[0].weight, before)
+
+
 def test_more_than_the_budget_is_refused_and_nothing_is_lost():
     snapshots = MemorySnapshots({"model": nn.Linear(8, 8, bias=False)}, keep=2, budget_bytes=300)
     snapshots.take(0)

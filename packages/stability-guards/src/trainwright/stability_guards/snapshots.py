@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -123,10 +123,10 @@ class MemorySnapshots:
 
 def bytes_of(tree: Any) -> int:
     """Return the bytes of all tensors in nested mappings, lists and tuples, each once."""
-    seen: dict[int, int] = {}
+    seen: dict[Hashable, int] = {}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
-        seen[id(tensor)] = tensor.numel() * tensor.element_size()
+        seen[_identity(tensor)] = tensor.numel() * tensor.element_size()
         return tensor
 
     _walked(tree, count)
@@ -138,15 +138,25 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    copies: dict[int, torch.Tensor] = {}
+    copies: dict[Hashable, torch.Tensor] = {}
 
     def once(tensor: torch.Tensor) -> torch.Tensor:
         # Tied tensors stay tied, and are kept once.
-        if id(tensor) not in copies:
-            copies[id(tensor)] = copy_tensor(tensor)
-        return copies[id(tensor)]
+        identity = _identity(tensor)
+        if identity not in copies:
+            copies[identity] = copy_tensor(tensor)
+        return copies[identity]
 
     return _walked(tree, once)
+
+
+def _identity(tensor: torch.Tensor) -> Hashable:
+    # A module's state has another object for each name of a tied parameter.
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    if not is_plain or not tensor.data_ptr():
+        return id(tensor)
+    place = (tensor.device, tensor.data_ptr(), tensor.dtype)
+    return (*place, tuple(tensor.shape), tensor.stride())
 
 
 def _walked(tree: Any, visit: Callable[[torch.Tensor], torch.Tensor]) -> Any:
