@@ -134,6 +134,24 @@ def test_a_run_that_met_a_poisoned_batch_ends_with_the_weights_of_one_that_never
         assert torch.equal(found[name], weight), name
 
 
+def test_a_step_that_is_skipped_for_its_data_is_none_to_the_loss_scale(
+    poison: dict[int, float], tmp_path: Path
+) -> None:
+    guards = tmp_path / "guards.json"
+    skips = {"guards": {"joint-spike": {"min_history": 6, "evidence": 60}}}
+    guards.write_text(json.dumps(skips))
+    config = settings(guards=str(guards), warmup=10, steps=BAD + 1)
+    poison[BAD] = 40.0
+
+    def work(world: Communicator) -> tuple[int, int, int]:
+        parts = assemble(config, world, text(), SHAPE)
+        progress = parts.start()
+        train(parts, progress)
+        return progress.updates, progress.skipped, parts.scaler.num_applied
+
+    assert LocalWorld(1).run(work) == [(BAD, 1, BAD)]
+
+
 def test_a_loss_that_explodes_whatever_is_read_ends_the_run_after_bounded_rollbacks(
     poison: dict[int, float], tmp_path: Path
 ) -> None:

@@ -105,7 +105,11 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
 
 
 def _skip(parts: Parts, progress: Progress, totals: StepTotals) -> float:
-    parts.scaler.update()
+    if totals.non_finite:
+        parts.scaler.update()
+    else:
+        # A step that is skipped for its data says nothing of the scale, which forgets it.
+        parts.scaler.load_state_dict(parts.scaler.state_dict())
     progress.skipped += 1
     progress.step += 1
     return 0.0
