@@ -108,8 +108,8 @@ FAULTS_OF_CONTEXT_AND_EXPERTS = (
     Fault(
         "a run resumes from a checkpoint that a rollback has taken back",
         f"{INTEGRATION}/training_state.py",
-        "            check_not_abandoned(_guards(tree), parts.journal.entries)\n",
-        "            pass\n",
+        "                check_not_abandoned(guards, parts.journal.entries)\n",
+        "                pass\n",
         RECOVERED,
     ),
 )
