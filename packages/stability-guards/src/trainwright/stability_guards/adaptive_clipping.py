@@ -16,7 +16,7 @@ from trainwright.stability_guards.errors import GuardError
 from trainwright.stability_guards.gradients import (
     Parameters,
     as_dtensor,
-    gradient_of,
+    called,
     is_dtensor,
     local_values,
     with_gradients,
@@ -64,31 +64,30 @@ def clip_grad_adaptive_(
     """
     if not (clipping > 0.0 and eps > 0.0):
         raise GuardError(f"clipping and eps must be positive, got {clipping} and {eps}")
-    named = with_gradients(parameters)
-    check_no_partial(named)
-    for name, parameter in named:
-        if gradient_of(parameter).is_sparse:
-            raise GuardError(f"the gradient of {name} is sparse, without all its rows; densify it")
-    norm = norm_of_parts(*part_gradients(named, communicator, sharded), 2.0, communicator)
+    found = with_gradients(parameters)
+    check_no_partial(found)
+    for name, _, gradient in found:
+        if gradient.is_sparse:
+            raise GuardError(f"the gradient of {called(name)} is sparse; make it dense")
+    norm = norm_of_parts(*part_gradients(found, communicator, sharded), 2.0, communicator)
     finite = torch.isfinite(norm)
-    tensors = [parameter for _, parameter in named]
-    squares = [_unit_squares(parameter) for parameter in tensors]
-    _add_over_meshes(tensors, squares)
-    for parameter, squares_2R in zip(tensors, squares, strict=True):
+    squares = [_unit_squares(parameter, gradient) for _, parameter, gradient in found]
+    _add_over_meshes(found.gradients, squares)
+    for gradient, squares_2R in zip(found.gradients, squares, strict=True):
         weight_R, gradient_R = squares_2R.sqrt()
         most_R = clipping * weight_R.clamp(min=eps)
         clips_R = (gradient_R > most_R) & finite.to(gradient_R.device)
         factor_R = torch.where(clips_R, most_R / gradient_R, 1.0)
-        values = local_values(gradient_of(parameter))
+        values = local_values(gradient)
         rows = factor_R.reshape(-1, *[1] * (values.ndim - 1)) if values.ndim > 1 else factor_R[0]
         values.mul_(rows)
     return norm
 
 
-def _unit_squares(parameter: torch.Tensor) -> torch.Tensor:
+def _unit_squares(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the sums of squares of this rank's part of each unit, of weights and gradients."""
     found = []
-    for tensor in (parameter.detach(), gradient_of(parameter)):
+    for tensor in (parameter.detach(), gradient):
         local = local_values(tensor)
         wide = torch.promote_types(local.dtype, torch.float32)
         rows = local.flatten(1) if local.ndim > 1 else local.reshape(1, -1)
@@ -96,13 +95,13 @@ def _unit_squares(parameter: torch.Tensor) -> torch.Tensor:
     return torch.stack(found)
 
 
-def _add_over_meshes(tensors: Sequence[torch.Tensor], squares: Sequence[torch.Tensor]) -> None:
+def _add_over_meshes(gradients: Sequence[torch.Tensor], squares: Sequence[torch.Tensor]) -> None:
     """Add up, in place, the squares of units that are cut over ranks, in one piece a mesh dim."""
     cut: dict[tuple[Any, int], list[torch.Tensor]] = {}
-    for tensor, squares_2R in zip(tensors, squares, strict=True):
-        if not is_dtensor(gradient_of(tensor)):
+    for tensor, squares_2R in zip(gradients, squares, strict=True):
+        if not is_dtensor(tensor):
             continue
-        gradient = as_dtensor(gradient_of(tensor))
+        gradient = as_dtensor(tensor)
         for dim, placement in enumerate(gradient.placements):
             whole_rows = gradient.ndim > 1 and getattr(placement, "dim", None) == 0
             if not (placement.is_replicate() or whole_rows):

@@ -10,10 +10,13 @@ import torch
 from trainwright.collectives import Communicator
 from trainwright.stability_guards.errors import GuardError, NonFiniteGradientError
 from trainwright.stability_guards.gradients import (
+    Found,
+    Kinds,
     Parameters,
-    gradient_of,
+    all_local_values,
+    by_kind,
+    called,
     is_dtensor,
-    local_values,
     with_gradients,
 )
 from trainwright.stability_guards.norms import norm_of_parts
@@ -59,13 +62,7 @@ def clip_(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float
         GuardError: ``max_norm`` is not positive.
     """
     coefficient = clip_coefficient(norm, max_norm)
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in map(local_values, gradients):
-        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, dtype), same_kind in kinds.items():
-        # A coefficient in bfloat16 would be off by up to 1/256.
-        wide = torch.promote_types(dtype, torch.float32)
-        torch._foreach_mul_(same_kind, coefficient.to(device, wide, non_blocking=True))
+    _scale(by_kind(all_local_values(gradients)), coefficient)
     return ~torch.isfinite(norm)
 
 
@@ -112,18 +109,18 @@ def clip_grad_norm_(
     """
     _check_max_norm(max_norm)
     _check_norm_type(norm_type)
-    named = with_gradients(parameters)
-    differing, alike = part_gradients(named, communicator, sharded)
-    norm = norm_of_parts(differing, alike, norm_type, communicator)
-    gradients = [local_values(gradient) for gradient in (*differing, *alike)]
-    if gradients:
-        widest = torch.float32
-        for dtype in {gradient.dtype for gradient in gradients}:
-            widest = torch.promote_types(widest, dtype)
-        norm = norm.to(gradients[0].device, widest)
+    found = with_gradients(parameters)
+    differing, alike = part_gradients(found, communicator, sharded)
+    kinds = by_kind(all_local_values(found.gradients) if not found.plain else found.gradients)
+    norm = norm_of_parts(differing, alike, norm_type, communicator, kinds if found.plain else None)
+    widest = torch.float32
+    for _, dtype in kinds:
+        widest = torch.promote_types(widest, dtype)
+    device = next(iter(kinds))[0] if kinds else norm.device
+    norm = norm.to(device, widest if kinds else norm.dtype)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise NonFiniteGradientError(_non_finite_message(norm, named, communicator))
-    clip_(gradients, norm, max_norm)
+        raise NonFiniteGradientError(_non_finite_message(norm, found, communicator))
+    _scale(kinds, clip_coefficient(norm, max_norm))
     return norm
 
 
@@ -137,45 +134,52 @@ def non_finite_names(parameters: Parameters) -> tuple[str, ...]:
     Returns:
         Names in the given order; the host waits for the device once.
     """
-    named = with_gradients(parameters)
-    if not named:
-        return ()
-    values = [local_values(gradient_of(parameter)) for _, parameter in named]
-    flags = [torch.isfinite(local).all().to(values[0].device) for local in values]
-    finite = torch.stack(flags).tolist()
-    return tuple(name for (name, _), good in zip(named, finite, strict=True) if not good)
+    return _non_finite(with_gradients(parameters))
+
+
+def _scale(kinds: Kinds, coefficient: torch.Tensor) -> None:
+    for (device, dtype), same_kind in kinds.items():
+        # A coefficient in bfloat16 would be off by up to 1/256.
+        wide = torch.promote_types(dtype, torch.float32)
+        torch._foreach_mul_(same_kind, coefficient.to(device, wide, non_blocking=True))
 
 
 def part_gradients(
-    named: list[tuple[str, torch.Tensor]],
+    found: Found,
     communicator: Communicator | None,
     sharded: bool | Callable[[torch.Tensor], bool],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the gradients that differ from rank to rank, and those that are alike."""
-    if communicator is None:
-        return [gradient_of(parameter) for _, parameter in named], []
+    if communicator is None or (sharded is True and found.plain):
+        return list(found.gradients), []
     if not callable(sharded):
-        placed = next((name for name, p in named if is_dtensor(gradient_of(p))), None)
+        placed = next((name for name, _, gradient in found if is_dtensor(gradient)), None)
         if placed is not None:
             raise GuardError(
-                f"the gradient of {placed} is a DTensor, which counts once over its own mesh; pass "
-                "sharded as a function that says whether other ranks of the communicator hold "
-                "another one (lambda p: True for stages of a pipeline), or no communicator"
+                f"the gradient of {called(placed)} is a DTensor, which counts once over its own "
+                "mesh; pass sharded as a function that says whether other ranks of the "
+                "communicator hold another one (lambda p: True for stages of a pipeline), or no "
+                "communicator"
             )
     parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for _, parameter in named:
+    for _, parameter, gradient in found:
         differs = sharded(parameter) if callable(sharded) else sharded
-        parts[0 if differs else 1].append(gradient_of(parameter))
+        parts[0 if differs else 1].append(gradient)
     return parts
 
 
-def _non_finite_message(
-    norm: torch.Tensor,
-    named: list[tuple[str, torch.Tensor]],
-    communicator: Communicator | None,
-) -> str:
+def _non_finite(found: Found) -> tuple[str, ...]:
+    if not found.names:
+        return ()
+    values = all_local_values(found.gradients)
+    flags = [torch.isfinite(local).all().to(values[0].device) for local in values]
+    finite = torch.stack(flags).tolist()
+    return tuple(called(name) for (name, _, _), good in zip(found, finite, strict=True) if not good)
+
+
+def _non_finite_message(norm: torch.Tensor, found: Found, communicator: Communicator | None) -> str:
     rank = 0 if communicator is None else communicator.rank
-    names = non_finite_names(named)
+    names = _non_finite(found)
     if names:
         return f"the norm is {norm.item()}: on rank {rank} gradients of {', '.join(names)}"
     return (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from trainwright.stability_guards.errors import GuardError
@@ -12,26 +13,70 @@ from trainwright.stability_guards.errors import GuardError
 Parameters = torch.Tensor | Iterable[torch.Tensor | tuple[str, torch.Tensor]]
 """Parameters, or (name, parameter) pairs for messages with names."""
 
+Kinds = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
+"""Tensors by device and dtype."""
 
-def with_gradients(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
-    """Return each parameter that has a gradient once, with its first name or its place."""
+
+@attrs.frozen(eq=False)
+class Found:
+    """Parameters that have a gradient, each once.
+
+    Args:
+        names: what each is called, or its place.
+        parameters: the parameters.
+        gradients: the gradient of each.
+        plain: no gradient is a DTensor or sparse, so that each is its own local values.
+    """
+
+    names: Sequence[str | int]
+    parameters: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
+    plain: bool
+
+    def __iter__(self) -> Iterator[tuple[str | int, torch.Tensor, torch.Tensor]]:
+        return zip(self.names, self.parameters, self.gradients, strict=True)
+
+
+def with_gradients(parameters: Parameters) -> Found:
+    """Return each parameter that has a gradient once, by its first name or place.
+
+    A sparse gradient that repeats indices is replaced by the same one with their sums.
+    """
     entries = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    once: dict[torch.Tensor, str] = {}
-    for index, entry in enumerate(entries):
-        name, parameter = entry if isinstance(entry, tuple) else (f"parameter {index}", entry)
-        if parameter.grad is not None:
-            once.setdefault(parameter, name)
-    return [(name, parameter) for parameter, name in once.items()]
+    names: Sequence[str | int] = range(len(entries))
+    if any(isinstance(entry, tuple) for entry in entries):
+        pairs = [e if isinstance(e, tuple) else (place, e) for place, e in enumerate(entries)]
+        names = [name for name, _ in pairs]
+        tensors = [parameter for _, parameter in pairs]
+    else:
+        tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
+    # Passes that each ask one question of every tensor: with many small ones, these are the cost.
+    gradients = [parameter.grad for parameter in tensors]
+    found = [gradient for gradient in gradients if gradient is not None]
+    if len(found) < len(tensors) or len(set(map(id, tensors))) < len(tensors):
+        first = {id(t): place for place, t in reversed(list(enumerate(tensors)))}
+        places = sorted(place for place in first.values() if gradients[place] is not None)
+        names = [names[place] for place in places]
+        tensors = [tensors[place] for place in places]
+        found = [gradient for place in places if (gradient := gradients[place]) is not None]
+    sparse = any(gradient.is_sparse for gradient in found)
+    if sparse:
+        found = [_coalesced(parameter) for parameter in tensors]
+    plain = not sparse and not any(map(is_dtensor, found))
+    return Found(names, tensors, found, plain)
 
 
-def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a parameter that has one; a sparse one without repeated indices."""
+def _coalesced(parameter: torch.Tensor) -> torch.Tensor:
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse and not gradient.is_coalesced():
-        # Repeated indices must be summed before anything but a sum is made of them.
         gradient = parameter.grad = gradient.coalesce()
     return gradient
+
+
+def called(name: str | int) -> str:
+    """Return how a message calls a parameter."""
+    return name if isinstance(name, str) else f"parameter {name}"
 
 
 def local_values(gradient: torch.Tensor) -> torch.Tensor:
@@ -50,6 +95,28 @@ def local_values(gradient: torch.Tensor) -> torch.Tensor:
             raise GuardError("a sparse gradient repeats indices; pass gradient.coalesce()")
         return gradient._values()
     return gradient
+
+
+def all_local_values(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `local_values` of each."""
+    return [
+        gradient
+        if type(gradient) is torch.Tensor and not gradient.is_sparse
+        else local_values(gradient)
+        for gradient in gradients
+    ]
+
+
+def by_kind(tensors: Iterable[torch.Tensor]) -> Kinds:
+    """Return tensors by device and dtype, in order."""
+    kinds: Kinds = {}
+    for tensor in tensors:
+        kind = (tensor.device, tensor.dtype)
+        if kind in kinds:
+            kinds[kind].append(tensor)
+        else:
+            kinds[kind] = [tensor]
+    return kinds
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright.stability_guards.errors import GuardError
-from trainwright.stability_guards.gradients import as_dtensor
+from trainwright.stability_guards.gradients import as_dtensor, by_kind
 from trainwright.stability_guards.powers import join, power_sums
 
 
@@ -76,7 +76,7 @@ def _sums_on_mesh(mesh: Any, groups: list[list[Any]], norm_type: float) -> torch
             for tensor in group
             if all(coordinate[d] == 0 or not tensor.placements[d].is_replicate() for d in cut)
         ]
-        rows.append(power_sums(counted, norm_type, device))
+        rows.append(power_sums(by_kind(counted), norm_type, device))
     sums = torch.stack(rows)
     op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
     for dim in cut:

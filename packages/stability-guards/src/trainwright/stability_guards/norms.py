@@ -8,7 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from trainwright.collectives import Communicator, ReduceOp
-from trainwright.stability_guards.gradients import is_dtensor, local_values
+from trainwright.stability_guards.gradients import (
+    Kinds,
+    all_local_values,
+    by_kind,
+    is_dtensor,
+    local_values,
+)
 from trainwright.stability_guards.mesh_sums import sums_over_meshes
 from trainwright.stability_guards.powers import join, norm_from, power_sums
 
@@ -41,22 +47,26 @@ def norm_of_parts(
     alike: Sequence[torch.Tensor],
     norm_type: float,
     communicator: Communicator | None,
+    kinds: Kinds | None = None,
 ) -> torch.Tensor:
     """Return the norm as `global_norm` does of gradients some of which all ranks hold alike.
 
     Those that are ``alike`` count on rank 0 only; as DTensors they still take part in what their
-    mesh communicates.
+    mesh communicates. ``kinds`` are all of them, where they are known to be plain.
     """
+    everything = [*differing, *alike]
     counts_alike = communicator is None or communicator.rank == 0
-    everything = (*differing, *alike)
-    counted = everything if counts_alike else differing
-    plain = [local_values(gradient) for gradient in counted if not is_dtensor(gradient)]
+    placed: list[list[torch.Tensor]] = []
+    if kinds is None:
+        placed = [[t for t in group if is_dtensor(t)] for group in (differing, alike)]
+    if kinds is None or (alike and not counts_alike):
+        counted = everything if counts_alike else differing
+        kinds = by_kind(all_local_values(t for t in counted if not is_dtensor(t)))
     if communicator is not None:
         device = communicator.device
     else:
         device = local_values(everything[0]).device if everything else torch.device("cpu")
-    sums = power_sums(plain, norm_type, device)
-    placed = [[t for t in group if is_dtensor(t)] for group in (differing, alike)]
+    sums = power_sums(kinds, norm_type, device)
     if any(placed):
         rows = sums_over_meshes(placed, norm_type).to(device)
         sums = join(sums, rows[0], norm_type)

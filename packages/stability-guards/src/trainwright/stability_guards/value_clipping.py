@@ -9,11 +9,13 @@ import torch
 from trainwright.collectives import Communicator
 from trainwright.stability_guards.errors import GuardError
 from trainwright.stability_guards.gradients import (
+    Found,
     Parameters,
+    all_local_values,
     as_dtensor,
-    gradient_of,
+    by_kind,
+    called,
     is_dtensor,
-    local_values,
     with_gradients,
 )
 from trainwright.stability_guards.norms import norm_of_parts
@@ -47,33 +49,34 @@ def clip_grad_value_(
     """
     if not clip_value > 0.0:
         raise GuardError(f"clip_value must be positive, got {clip_value}; math.inf clips nothing")
-    named = with_gradients(parameters)
-    check_no_partial(named)
-    gradients = [gradient_of(parameter) for _, parameter in named]
+    found = with_gradients(parameters)
+    check_no_partial(found)
     # A maximum counts an element as often as it likes.
-    largest = norm_of_parts(gradients, (), math.inf, communicator)
+    largest = norm_of_parts(found.gradients, (), math.inf, communicator)
     # Selected on the device: an infinite bound changes nothing, neither infinities nor NaN.
     bound = torch.where(torch.isfinite(largest), torch.full_like(largest, clip_value), math.inf)
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for values in map(local_values, gradients):
-        kinds.setdefault((values.device, values.dtype), []).append(values)
-    for (device, dtype), same_kind in kinds.items():
+    for (device, dtype), same_kind in by_kind(all_local_values(found.gradients)).items():
         most = bound.to(device, dtype, non_blocking=True)
-        torch._foreach_clamp_max_(same_kind, [most] * len(same_kind))
-        torch._foreach_clamp_min_(same_kind, [-most] * len(same_kind))
+        if device.type == "cpu":
+            # Nothing waits for a host that computes itself, and numbers are clamped to faster.
+            torch._foreach_clamp_max_(same_kind, most.item())
+            torch._foreach_clamp_min_(same_kind, -most.item())
+        else:
+            torch._foreach_clamp_max_(same_kind, [most] * len(same_kind))
+            torch._foreach_clamp_min_(same_kind, [-most] * len(same_kind))
     return largest
 
 
-def check_no_partial(named: list[tuple[str, torch.Tensor]]) -> None:
+def check_no_partial(found: Found) -> None:
     """Refuse partial sums where elements or rows are judged by their own size.
 
     Raises:
         GuardError: a gradient is a DTensor with a partial placement.
     """
-    for name, parameter in named:
-        gradient = gradient_of(parameter)
+    for name, _, gradient in found:
         if is_dtensor(gradient) and any(p.is_partial() for p in as_dtensor(gradient).placements):
             raise GuardError(
-                f"the gradient of {name} is a partial sum, {as_dtensor(gradient).placements}; "
-                "redistribute it before it is clipped element by element or row by row"
+                f"the gradient of {called(name)} is a partial sum, "
+                f"{as_dtensor(gradient).placements}; redistribute it before it is clipped element "
+                "by element or row by row"
             )
