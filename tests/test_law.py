@@ -404,6 +404,19 @@ def test_with_compressed_activations_losses_are_exact_and_gradients_within_the_c
         assert 1e-12 < apart <= error / 2
 
 
+def test_weights_that_are_gathered_for_each_unit_are_not_compressed_with_its_activations() -> None:
+    serial = serial_steps("float64", GROUPED)
+    found = []
+
+    for zero in (0, 3):
+        config = settings(layout="dp=2", dtype="float64", zero=zero, compress_activations="bf16")
+        found += steps_in_layout(config, GROUPED, [serial[5][0]])
+
+    right, sharded = found
+    for name, gradient in right.gradients.items():
+        assert_close(f"gradient of {name}", sharded.gradients[name], gradient, 1e-12)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "variant"), SCHEDULED)
 def test_one_step_of_every_schedule_with_every_way_to_share_states_out_is_the_serial_step(

@@ -25,6 +25,8 @@ from trainwright.stability_guards import FileJournal
 
 SMALL = ["--threads-as-ranks", "--sequence-length", "16", "--global-batch", "4"]
 SMALL += ["--evaluate-sequences", "4", "--sample-bytes", "4"]
+STRICT = ["--save-every", "1", "--keep", "1", "--guards", "none"]
+"""One checkpoint stays, and none for rollbacks."""
 
 
 @pytest.fixture
@@ -130,7 +132,7 @@ def test_checkpoints_of_another_run_are_neither_resumed_nor_removed(
     resume = ["train", "--threads-as-ranks", "--resume", str(other)]
 
     with pytest.warns(CheckpointingWarning, match="1 checkpoints of other runs"):
-        assert main([*resume, "--steps", "4", "--save-every", "1", "--keep", "1"]) == 0
+        assert main([*resume, *STRICT, "--steps", "4"]) == 0
     left = {path.name for path in (other / "checkpoints").iterdir()}
     for path in (other / "checkpoints").glob("step-00000004*"):
         path.rename(tmp_path / path.name)

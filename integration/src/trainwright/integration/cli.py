@@ -137,7 +137,7 @@ _NUMBERS: tuple[tuple[str, type, str], ...] = (
     ("weight_decay", float, "decay of matrices"),
     ("clip", float, "largest gradient norm"),
     ("save_every", int, "steps between checkpoints, 0 for the end only"),
-    ("keep", int, "checkpoints that stay, the last ones (default all)"),
+    ("keep", int, "checkpoints that stay: the last ones, and one a snapshot (default all)"),
     ("keep_every", int, "steps whose checkpoints stay beside the last (default none)"),
     ("evaluate_sequences", int, "held-out sequences to evaluate"),
     ("sample_bytes", int, "bytes of text to generate at the end"),

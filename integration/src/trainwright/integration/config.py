@@ -71,7 +71,8 @@ class RunConfig:
         guards: what watches the steps: ``default``, ``none``, or a JSON file, see `read_guards`.
         exclude: a JSON file with positions of the sample order that are never read.
         save_every: steps between checkpoints; 0 saves at the end only.
-        keep: checkpoints of the run that stay, the last ones; None for all.
+        keep: checkpoints of the run that stay, the last ones; None for all. Of each snapshot that
+            guards may go back to the last one before it stays as well.
         keep_every: steps whose checkpoints stay beside the last; None for no others.
         async_save: whether steps go on while a checkpoint is being written.
         evaluate_sequences: held-out sequences that are evaluated.

@@ -68,18 +68,31 @@ class SavedBytes:
 
 
 class StorageSet:
-    """Storages, told apart while they live; parameters keep theirs even where it is resized."""
+    """Storages, told apart while they live; parameters keep theirs even where it is resized.
+
+    Sharded parameters get their storage only when they are gathered, so those without one of their
+    size are looked at again.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._without: list[torch.Tensor] = []
         for tensor in tensors:
             if tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
                 self._refs[storage._cdata] = weakref.ref(storage)
+                if storage.nbytes() < tensor.numel() * tensor.element_size():
+                    self._without.append(tensor)
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         found = self._refs.get(storage._cdata)
-        return found is not None and found() is not None
+        if found is not None and found() is not None:
+            return True
+        for tensor in self._without:
+            if tensor.untyped_storage()._cdata == storage._cdata:
+                self._refs[storage._cdata] = weakref.ref(storage)
+                return True
+        return False
 
 
 @contextmanager
