@@ -43,6 +43,7 @@ from trainwright.stability_guards.guards import (
     any_of,
     never,
 )
+from trainwright.stability_guards.hygiene import QKNorm, shrink_gradient, z_loss, z_loss_of
 from trainwright.stability_guards.initial_loss import (
     check_initial_loss,
     expected_initial_loss,
@@ -84,6 +85,19 @@ from trainwright.stability_guards.protocol import (
     State,
     Totals,
     Verdict,
+)
+from trainwright.stability_guards.published import (
+    LLAMA3_INTERRUPTIONS,
+    PUBLISHED,
+    Hyperparameters,
+    checkpoint_interval,
+    mean_time_between_failures,
+)
+from trainwright.stability_guards.qk_clip import (
+    largest_logits,
+    qk_clip_,
+    qk_clip_factors,
+    qk_clip_latent_,
 )
 from trainwright.stability_guards.ramps import BatchRamp, fixed_batch, linear_ramp, stepwise_ramp
 from trainwright.stability_guards.recovery import Recovery, check_not_abandoned
@@ -128,6 +142,8 @@ from trainwright.stability_guards.value_clipping import clip_grad_value_
 from trainwright.stability_guards.zclip import ZClip
 
 __all__ = [
+    "LLAMA3_INTERRUPTIONS",
+    "PUBLISHED",
     "AbandonedStateError",
     "Agreement",
     "Alarm",
@@ -142,6 +158,7 @@ __all__ = [
     "GuardError",
     "HaltError",
     "Heartbeat",
+    "Hyperparameters",
     "Intervention",
     "InverseSqrt",
     "JointSpikeGuard",
@@ -157,6 +174,7 @@ __all__ = [
     "OverRamp",
     "Positions",
     "Power",
+    "QKNorm",
     "Rates",
     "Recovery",
     "RecoveryPlan",
@@ -187,6 +205,7 @@ __all__ = [
     "chain",
     "check_initial_loss",
     "check_not_abandoned",
+    "checkpoint_interval",
     "checksum",
     "checksums",
     "clip_",
@@ -210,21 +229,29 @@ __all__ = [
     "global_norm",
     "half_cosine",
     "largest_logit",
+    "largest_logits",
     "linear",
     "linear_ramp",
+    "mean_time_between_failures",
     "never",
     "non_finite_names",
     "one_minus_sqrt",
     "polynomial",
+    "qk_clip_",
+    "qk_clip_factors",
+    "qk_clip_latent_",
     "read_metrics",
     "replay",
     "report_from_totals",
     "reports_of",
     "shared_journal",
+    "shrink_gradient",
     "stepwise_ramp",
     "straight",
     "update_ratio",
     "verdict_from_counts",
     "warmup_cosine",
     "warmup_stable_decay",
+    "z_loss",
+    "z_loss_of",
 ]
