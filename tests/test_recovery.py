@@ -97,6 +97,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
         (math.nan, {"layout": "dp=2,tp=2,pp=2", "zero": 2, "microbatches": 2}, Verdict.SKIP),
         (40.0, {"layout": "dp=2,tp=2,pp=2", "zero": 3, "microbatches": 2}, Verdict.ROLLBACK),
         pytest.param(
+            math.nan,
+            {"layout": "dp=2", "dtype": "fp8-delayed"},
+            Verdict.SKIP,
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             40.0,
             {"layout": "dp=2,cp=2", "zero": 1, "dtype": "fp8-delayed"},
             Verdict.ROLLBACK,

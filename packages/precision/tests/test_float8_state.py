@@ -312,6 +312,25 @@ def test_what_was_not_finite_teaches_nothing_and_is_named():
     assert state.histories()["0.weight"][1] > 0
 
 
+def test_a_step_that_is_discarded_leaves_no_trace():
+    model = make_model()
+    state = convert_linears(model, Delayed(history=3), keep_ends=False)
+    run(model, drawn(3, 8))
+    state.end_step()
+    histories, scales = state.histories(), state.scales()
+    expected = run(model, drawn(3, 8, seed=2))
+    state.discard_step()
+    run(model, drawn(3, 8, seed=1, scale=100.0))
+
+    state.discard_step()
+
+    assert same(state.histories(), histories)
+    assert same(state.scales(), scales)
+    assert torch.equal(run(model, drawn(3, 8, seed=2)), expected)
+    state.end_step()
+    assert float(state.histories()["0.input"][0]) == float(drawn(3, 8, seed=2).abs().max())
+
+
 def test_ranks_agree_on_what_was_not_finite():
     def train(comm):
         model = make_model()

@@ -66,6 +66,11 @@ class ProductScales:
         for state in self.states:
             state.end_step(self.ranks)
 
+    def discard_step(self) -> None:
+        """Forget this step, which is not applied; the scales of the next are those it had."""
+        for state in self.states:
+            state.discard_step()
+
     def tree(self) -> dict[str, dict[str, Sharded]]:
         """Return histories and scales by matrix, for a checkpoint."""
         return {

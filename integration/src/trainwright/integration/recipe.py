@@ -61,7 +61,6 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
         scale = parts.scaler.get_scale()
         result = parts.executor.step(batch.inputs, divisor=batch.divisor, loss_scale=scale)
         parts.model.wait()
-        parts.scales.end_step()
         totals = one_norm(
             parts.mesh,
             parts.model.pieces.values(),
@@ -98,6 +97,7 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
     if not parts.scaler.step(parts.optimizer):
         return _skip(parts, progress, totals)
     parts.scaler.update()
+    parts.scales.end_step()
     parts.model.publish()
     progress.updates += 1
     progress.step += 1
@@ -105,6 +105,7 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
 
 
 def _skip(parts: Parts, progress: Progress, totals: StepTotals) -> float:
+    parts.scales.discard_step()
     if totals.non_finite:
         parts.scaler.update()
     else:

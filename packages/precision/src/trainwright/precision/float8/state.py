@@ -24,10 +24,10 @@ _ROLES = tuple(Role)
 class Float8State:
     """The products of layers under a recipe, and what it remembers of their matrices.
 
-    With `Delayed`, call `end_step` once a step, after the last backward of its last microbatch,
-    skipped steps too. With recipes that remember nothing it only counts. Running a forward again
-    in the backward, to save memory, changes nothing: within a step scales stand still, and a
-    maximum takes no harm from what it has met before.
+    With `Delayed`, call `end_step` once a step, after the last backward of its last microbatch, or
+    `discard_step` where its update is not applied. With recipes that remember nothing both only
+    count. Running a forward again in the backward, to save memory, changes nothing: within a step
+    scales stand still, and a maximum takes no harm from what it has met before.
 
     Args:
         recipe: how operands are scaled.
@@ -89,6 +89,17 @@ class Float8State:
         return tuple(
             name for name, is_finite in zip(self._memories, finite, strict=True) if not is_finite
         )
+
+    def discard_step(self) -> None:
+        """End a step whose update is not applied: what it has met is forgotten, scales stay.
+
+        Training goes on as if the step had not been made, whatever its data were. Every rank calls
+        it, or none.
+        """
+        self.num_steps += 1
+        for memory in self._memories.values():
+            memory.pending = None
+            memory.num_steps = self.num_steps
 
     def histories(self) -> dict[str, torch.Tensor]:
         """Return the largest magnitudes of the last steps, newest first, by matrix."""
