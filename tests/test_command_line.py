@@ -24,6 +24,7 @@ COMMAND = [sys.executable, "-m", "trainwright.integration", "train"]
 MARK = "TRAINWRIGHT_TEST_RUN"
 SMALL = ["--sequence-length", "32", "--global-batch", "8", "--evaluate-sequences", "16"]
 SMALL += ["--sample-bytes", "8", "--dtype", "float64"]
+SPARSE = ["--layout", "dp=2,cp=2,ep=2", "--model", "tiny-moe"]
 
 pytestmark = pytest.mark.processes
 
@@ -189,9 +190,46 @@ def test_a_run_that_is_resumed_in_another_layout_goes_on_as_if_never_stopped(
     assert [json.loads(line)["step"] for line in superseded] == [4, 5, 6]
 
 
-def test_a_killed_worker_stops_all_within_seconds_and_is_named(tmp_path: Path, book: Path) -> None:
+@pytest.mark.long
+def test_processes_with_cut_sequences_and_shared_experts_go_on_in_other_layouts(
+    tmp_path: Path, book: Path
+) -> None:
+    common = ["--data", str(book), *SMALL, "--steps", "6", "--warmup", "2", "--model", "tiny-moe"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    finish([*common, "--layout", "dp=1", "--comm", "threads", "--out", str(whole)])
+    summaries = []
+
+    def run(*arguments: str) -> None:
+        summaries.append(json.loads(finish([*arguments, "--json"])[0]))
+        kept = StateStore(parts / "checkpoints")
+        assert kept.latest() == 6
+        # As a crash after the first save would have left it.
+        for step in kept.steps()[1:]:
+            for folder in (parts / "checkpoints").glob(f"step-{step:08}*"):
+                folder.rename(tmp_path / f"{folder.name}-{len(summaries)}")
+
+    run(*common, *SPARSE, "--save-every", "2", "--out", str(parts))
+    other = "--layout tp=2,pp=2 --sequence-parallel --zero 1 --comm shm"
+    run("--resume", str(parts), *other.split())
+    other = "--layout dp=2,cp=2,ep=4 --no-sequence-parallel --zero 3 --context ulysses"
+    run("--resume", str(parts), *other.split(), "--recompute", "full")
+
+    for found, right in zip(metrics(parts), metrics(whole), strict=True):
+        for key in ("loss", "grad_norm"):
+            assert abs(found[key] - right[key]) <= 1e-10 * abs(right[key])
+    assert len({summary["sample"] for summary in summaries}) == 1
+    losses = [summary["held_out_loss"] for summary in summaries]
+    assert max(losses) - min(losses) <= 1e-12 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "layout", [["--layout", "dp=2,pp=2"], pytest.param(SPARSE, marks=pytest.mark.long)]
+)
+def test_a_killed_worker_stops_all_within_seconds_and_is_named(
+    tmp_path: Path, book: Path, layout: list[str]
+) -> None:
     run = tmp_path / "run"
-    arguments = ["--layout", "dp=2,pp=2", "--steps", "100000", "--data", str(book), *SMALL]
+    arguments = [*layout, "--steps", "100000", "--data", str(book), *SMALL]
     with started([*arguments, "--out", str(run)]) as running:
         wait_until(lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) > 1, 120)
         os.kill(running.workers()[2], signal.SIGKILL)
@@ -215,12 +253,19 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path, book: 
         wait_until(lambda: running.members() == {}, 20)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("sign", "layout"),
+    [
+        (signal.SIGINT, ["--layout", "dp=2"]),
+        (signal.SIGTERM, ["--layout", "dp=2"]),
+        pytest.param(signal.SIGTERM, SPARSE, marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_leaves_no_process_behind_and_keeps_the_last_checkpoint(
-    tmp_path: Path, book: Path, sign: signal.Signals
+    tmp_path: Path, book: Path, sign: signal.Signals, layout: list[str]
 ) -> None:
     run = tmp_path / "run"
-    arguments = ["--layout", "dp=2", "--steps", "100000", "--save-every", "2", "--data", str(book)]
+    arguments = [*layout, "--steps", "100000", "--save-every", "2", "--data", str(book)]
     with started([*arguments, *SMALL, "--out", str(run)]) as running:
         wait_until(lambda: StateStore(run / "checkpoints").latest() is not None, 120)
         running.process.send_signal(sign)
