@@ -36,7 +36,8 @@ class RunConfig:
         layout: sizes of the mesh axes, such as ``dp=2,tp=2,pp=2``.
         model: name of a model preset.
         data: a text file or a folder of them; None means the standard library's source files.
-        steps: updates to make (a resumed run counts from its beginning).
+        steps: steps to make, those among them whose update is skipped (a resumed run counts from
+            its beginning; it does not read again what it skipped).
         seed: decides initial weights and sample order.
         dtype: of weights and compute; master weights and moments are at least float32. With
             ``float16`` losses are scaled, with ``fp8-…`` layers multiply FP8 operands in bfloat16.

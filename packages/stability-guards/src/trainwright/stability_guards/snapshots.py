@@ -89,6 +89,7 @@ class MemorySnapshots:
 
         Raises:
             GuardError: with it the snapshots would take more than ``budget_bytes``; none is lost.
+                On this rank alone: let ranks agree on ``needed_bytes`` before the first step.
         """
         states = self._states()
         kept = [s for s in self.steps if s != step]
