@@ -32,7 +32,13 @@ from trainwright.stability_guards import (
     warmup_cosine,
     warmup_stable_decay,
 )
-from trainwright.stability_guards.testing import SCHEDULE_LAWS, warmup_lengths
+from trainwright.stability_guards.testing import (
+    SCHEDULE_LAWS,
+    law_an_update_is_a_span_of_one,
+    law_consumption_is_the_sum_of_sizes,
+    law_tokens_schedule_as_updates_do,
+    warmup_lengths,
+)
 
 SHAPES = [one_minus_sqrt, half_cosine, Power(2.0), Power(0.5)]
 
@@ -63,15 +69,14 @@ def scaled(draw):
 
 @given(make=scaled(), batch=st.integers(1, 5000))
 def test_a_schedule_of_tokens_is_that_of_updates_where_batches_are_of_one_size(make, batch):
-    by_updates, by_tokens = make(1), make(batch)
-    over_ramp = OverRamp(by_tokens, fixed_batch(batch))
+    over_ramp = OverRamp(make(batch), fixed_batch(batch))
 
-    for update in range(45):
-        expected = by_updates(update)
-        assert by_updates.over(update, update + 1) == expected
-        assert by_tokens.over(update * batch, (update + 1) * batch) == expected
-        assert over_ramp(update) == expected
-    assert over_ramp.peak == by_updates.peak
+    law_tokens_schedule_as_updates_do(make, batch)
+    for schedule in (make(1), over_ramp):
+        law_an_update_is_a_span_of_one(schedule)
+
+    assert [over_ramp(update) for update in range(45)] == [make(1)(k) for k in range(45)]
+    assert over_ramp.peak == make(1).peak
 
 
 @given(make=scaled())
@@ -171,11 +176,8 @@ def ramps(draw):
 
 @given(ramp=ramps(), total=st.integers(0, 400))
 def test_what_a_ramp_says_is_consumed_is_the_sum_of_its_batches(ramp, total):
-    consumed = 0
-    for update in range(30):
-        assert ramp.consumed(update) == consumed
-        assert ramp.size(update) == ramp.size_at(consumed)
-        consumed += ramp.size(update)
+    law_consumption_is_the_sum_of_sizes(ramp)
+
     updates = ramp.updates(total)
     assert ramp.consumed(updates) >= total
     assert updates == 0 or ramp.consumed(updates - 1) < total

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tools.bench import machine
+from tools.bench.guards import clipping
 from tools.bench.guards.cost import describe_cost, measure_cost
 from tools.bench.guards.curves_run import (
     ALLOWED,
@@ -35,10 +36,12 @@ def main(words: list[str]) -> int:
     found: dict[str, Any] = {}
     if chosen.only in (None, "curves"):
         found["curves"] = measure(chosen)
+    if chosen.only != "curves" and (warning := machine.warning()):
+        print(f"WARNING: {warning}", file=sys.stderr)
     if chosen.only in (None, "cost"):
-        if warning := machine.warning():
-            print(f"WARNING: {warning}", file=sys.stderr)
         found["cost"] = measure_cost(chosen.rounds)
+    if chosen.only in (None, "clipping"):
+        found["clipping"] = clipping.measure(10_000, chosen.rounds)
     if chosen.json:
         print(json.dumps(found, indent=1))
     else:
@@ -47,13 +50,15 @@ def main(words: list[str]) -> int:
             print(describe_curves(found["curves"]))
         if "cost" in found:
             print(describe_cost(found["cost"]))
+        if "clipping" in found:
+            print(clipping.describe(found["clipping"]))
     return 0 if all(part["met"] for part in found.values()) else 1
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.guards")
-    parser.add_argument("--only", choices=["curves", "cost"])
+    parser.add_argument("--only", choices=["curves", "cost", "clipping"])
     parser.add_argument("--curves", type=int, default=20, help="healthy runs")
     parser.add_argument(
         "--first", type=int, default=200, help="seed of the first; below 200 were tuned on"

@@ -38,7 +38,11 @@ def main(words: list[str]) -> int:
     if warning := machine.warning():
         print(f"WARNING: {warning}", file=sys.stderr)
     found = measure(chosen.tensors, chosen.rounds)
-    print(json.dumps(found, indent=1) if chosen.json else describe(found))
+    if chosen.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(machine.describe())
+        print(describe(found))
     return 0 if found["met"] else 1
 
 
@@ -84,7 +88,6 @@ def describe(found: dict[str, Any]) -> str:
     met = "met" if found["met"] else "MISSED"
     return "\n".join(
         [
-            machine.describe(),
             f"{found['tensors']:,} tensors of {found['shape']}, float32",
             format_table(["way", "ms"], rows),
             f"clip_grad_norm_ takes {found['ratio']:.3f} times PyTorch's, target at most {MOST}: "

@@ -15,8 +15,9 @@ from trainwright.stability_guards.guards import any_of, never
 from trainwright.stability_guards.journal import Intervention, Journal
 from trainwright.stability_guards.positions import Positions
 from trainwright.stability_guards.protocol import Guard, Report, Verdict
+from trainwright.stability_guards.ramps import BatchRamp
 from trainwright.stability_guards.recovery_plan import BatchSource
-from trainwright.stability_guards.schedules import WarmupSchedule
+from trainwright.stability_guards.schedules import Rates, WarmupSchedule
 from trainwright.stability_guards.snapshots import Snapshot
 
 GuardLaw = Callable[[Guard, Sequence[Report]], None]
@@ -144,6 +145,35 @@ SCHEDULE_LAWS: tuple[Callable[[WarmupSchedule], None], ...] = (
     law_a_schedule_rises_and_then_falls,
 )
 """Call each with a schedule whose peak is positive."""
+
+
+def law_an_update_is_a_span_of_one(schedule: Rates) -> None:
+    """The rate of an update is that of the span of it alone, at most the peak, from 0."""
+    for update in range(50):
+        rate = schedule(update)
+        assert rate == schedule.over(update, update + 1)
+        assert 0.0 <= rate <= schedule.peak
+
+
+def law_tokens_schedule_as_updates_do(make: Callable[[int], Rates], batch: int) -> None:
+    """A schedule whose lengths are ``batch`` times as long gives batches of that size its rates.
+
+    Args:
+        make: builds the schedule with all lengths times the number given.
+        batch: units of an update.
+    """
+    for update in range(50):
+        assert make(batch).over(update * batch, (update + 1) * batch) == make(1)(update)
+
+
+def law_consumption_is_the_sum_of_sizes(ramp: BatchRamp) -> None:
+    """What updates have consumed is the sum of their sizes, which depend on it alone."""
+    consumed = 0
+    for update in range(50):
+        assert ramp.consumed(update) == consumed
+        assert ramp.size(update) == ramp.size_at(consumed)
+        assert ramp.updates(consumed) == update
+        consumed += ramp.size(update)
 
 
 def law_a_snapshot_puts_everything_back(
