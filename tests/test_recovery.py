@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from tests.serial import SPARSE, settings, text
 from trainwright.checkpointing.state import Retention, StateStore
 from trainwright.checkpointing.testing.files import CrashingFiles
 from trainwright.collectives import Communicator, LocalWorld
+from trainwright.collectives.shm import SharedMemoryCommunicator
+from trainwright.collectives.testing import run_processes
 from trainwright.integration.config import RunConfig
 from trainwright.integration.feed import GlobalBatch
 from trainwright.integration.model import DecoderStage, ModelShape
+from trainwright.integration.model.blocks import Attention
 from trainwright.integration.parts import assemble
 from trainwright.integration.recipe import StepRecord, train
 from trainwright.integration.replica_check import ReplicaCheck
@@ -26,6 +30,7 @@ from trainwright.integration.training_state import restore_state
 from trainwright.stability_guards import HaltError, Intervention, MemoryJournal, Verdict
 
 SHAPE = attrs.evolve(SPARSE, layers=2, experts=None, mlp_width=48)
+MIXED = attrs.evolve(SPARSE, layers=2)
 BATCH = 24
 BAD = 9
 UPDATES = 13
@@ -38,6 +43,10 @@ SPIKES = {
 }
 
 
+RankEnd = tuple[dict[str, torch.Tensor], tuple[Intervention, ...], list[StepRecord]]
+"""Weights, interventions and records."""
+
+
 class EnoughError(Exception):
     """The run has made the updates that are compared."""
 
@@ -46,24 +55,30 @@ def weights_after(
     config: RunConfig, shape: ModelShape = SHAPE
 ) -> tuple[dict[str, torch.Tensor], tuple[Intervention, ...], list[StepRecord]]:
     """Return all weights after so many updates, the journal of all ranks and rank 0's records."""
+    ranks = LocalWorld(config.mesh.world_size, timeout_s=60.0).run(rank_after, config, shape)
+    return joined(ranks)
 
-    def work(world: Communicator) -> Any:
-        journal = MemoryJournal()
-        parts = assemble(config, world, text(), shape, journal)
-        progress = parts.start()
-        records: list[StepRecord] = []
 
-        def observe(record: StepRecord) -> None:
-            records.append(record)
-            if progress.updates == UPDATES:
-                raise EnoughError
+def rank_after(world: Communicator, config: RunConfig, shape: ModelShape) -> RankEnd:
+    """Return what one rank has after so many updates."""
+    journal = MemoryJournal()
+    parts = assemble(config, world, text(), shape, journal)
+    progress = parts.start()
+    records: list[StepRecord] = []
 
-        with pytest.raises(EnoughError):
-            train(parts, progress, [observe])
-        pieces = parts.model.pieces.items()
-        return {n: p.parameter.detach().clone() for n, p in pieces}, journal.entries, records
+    def observe(record: StepRecord) -> None:
+        records.append(record)
+        if progress.updates == UPDATES:
+            raise EnoughError
 
-    ranks = LocalWorld(config.mesh.world_size, timeout_s=60.0).run(work)
+    with pytest.raises(EnoughError):
+        train(parts, progress, [observe])
+    pieces = parts.model.pieces.items()
+    return {n: p.parameter.detach().clone() for n, p in pieces}, journal.entries, records
+
+
+def joined(ranks: list[RankEnd]) -> RankEnd:
+    """Return the weights of all ranks, whose journals and verdicts must be alike."""
     assert len({str(entries) for _, entries, _ in ranks}) == 1
     assert len({str([r.verdict for r in records]) for _, _, records in ranks}) == 1
     together = {
@@ -76,6 +91,12 @@ def weights_after(
 def poison(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Return factors of the loss by the number of the batch whose data bring them."""
     factors: dict[int, float] = {}
+    poison_losses(monkeypatch, factors)
+    return factors
+
+
+def poison_losses(monkeypatch: pytest.MonkeyPatch, factors: dict[int, float]) -> None:
+    """Multiply the losses of batches by the factors of their numbers."""
     inputs, loss = GlobalBatch.inputs, DecoderStage.loss
 
     def poisoned(batch: GlobalBatch, stage: int, microbatch: int) -> dict[str, torch.Tensor]:
@@ -88,7 +109,6 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 
     monkeypatch.setattr(GlobalBatch, "inputs", poisoned)
     monkeypatch.setattr(DecoderStage, "loss", exploding)
-    return factors
 
 
 @pytest.mark.parametrize(
@@ -156,6 +176,76 @@ def test_a_step_that_is_skipped_for_its_data_is_none_to_the_loss_scale(
         return progress.updates, progress.skipped, parts.scaler.num_applied
 
     assert LocalWorld(1).run(work) == [(BAD, 1, BAD)]
+
+
+def _end_over_each(gloo: Communicator, config: RunConfig, shape: ModelShape) -> dict[str, RankEnd]:
+    worlds = {"gloo": gloo, "shm": SharedMemoryCommunicator()}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        poison_losses(monkeypatch, {BAD: 40.0})
+        return {name: rank_after(world, config, shape) for name, world in worlds.items()}
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_processes_that_go_back_end_with_the_weights_of_threads_that_do(
+    poison: dict[int, float], tmp_path: Path
+) -> None:
+    guards = tmp_path / "guards.json"
+    guards.write_text(json.dumps(SPIKES))
+    config = settings(
+        guards=str(guards), warmup=10, layout="dp=2,cp=2", zero=1, dtype="float64", microbatches=2
+    )
+    poison[BAD] = 40.0
+    right, _, records = weights_after(config)
+
+    ranks = run_processes(_end_over_each, 4, config, SHAPE, timeout_s=150.0)
+
+    for name in ("gloo", "shm"):
+        found, journal, again = joined([rank[name] for rank in ranks])
+        assert [entry.verdict for entry in journal] == [Verdict.ROLLBACK]
+        assert [record.step for record in again] == [record.step for record in records]
+        for weight, expected in zip(found.values(), right.values(), strict=True):
+            assert torch.allclose(weight, expected, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        (MIXED, {"layout": "dp=2,ep=2", "model": "tiny-moe", "zero": 3}),
+        (MIXED, {"layout": "dp=2,cp=2,ep=4", "model": "tiny-moe", "recompute": "full"}),
+        (SHAPE, {"layout": "dp=2,cp=2", "context": "ulysses", "compress_activations": "int8"}),
+    ],
+)
+def test_what_is_nan_on_one_data_rank_is_skipped_by_all_and_leaves_no_trace(
+    shape: ModelShape,
+    changes: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    exclude = tmp_path / "exclude.json"
+    exclude.write_text(json.dumps([[BATCH * BAD, BATCH * BAD + BATCH]]))
+    config = settings(warmup=10, **changes)
+    right, _, _ = weights_after(attrs.evolve(config, exclude=str(exclude)), shape)
+    batch = threading.local()
+    inputs, forward = GlobalBatch.inputs, Attention.forward
+
+    def noted(self: GlobalBatch, stage: int, microbatch: int) -> dict[str, torch.Tensor]:
+        batch.number = self.part.positions.spans[0][0] // BATCH
+        return inputs(self, stage, microbatch)
+
+    def broken(attention: Any, *given: torch.Tensor) -> torch.Tensor:
+        is_bad = batch.number == BAD and attention.layers.mesh.coordinate("dp") == 1
+        return forward(attention, *given) * (math.nan if is_bad else 1.0)
+
+    monkeypatch.setattr(GlobalBatch, "inputs", noted)
+    monkeypatch.setattr(Attention, "forward", broken)
+
+    found, journal, _ = weights_after(config, shape)
+
+    assert [entry.verdict for entry in journal] == [Verdict.SKIP]
+    for name, weight in right.items():
+        assert torch.equal(found[name], weight), name
 
 
 def test_a_loss_that_explodes_whatever_is_read_ends_the_run_after_bounded_rollbacks(
