@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -12,6 +13,10 @@ from trainwright.stability_guards.errors import GuardError
 
 Parameters = torch.Tensor | Iterable[torch.Tensor | tuple[str, torch.Tensor]]
 """Parameters, or (name, parameter) pairs for messages with names."""
+
+_GRAD = operator.attrgetter("grad")
+_IS_SPARSE = operator.attrgetter("is_sparse")
+_KIND = operator.attrgetter("device", "dtype")
 
 Kinds = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 """Tensors by device and dtype."""
@@ -44,14 +49,14 @@ def with_gradients(parameters: Parameters) -> Found:
     """
     entries = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     names: Sequence[str | int] = range(len(entries))
-    if any(isinstance(entry, tuple) for entry in entries):
+    if any(issubclass(kind, tuple) for kind in set(map(type, entries))):
         pairs = [e if isinstance(e, tuple) else (place, e) for place, e in enumerate(entries)]
         names = [name for name, _ in pairs]
         tensors = [parameter for _, parameter in pairs]
     else:
-        tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
+        tensors = cast(list[torch.Tensor], entries)
     # Passes that each ask one question of every tensor: with many small ones, these are the cost.
-    gradients = [parameter.grad for parameter in tensors]
+    gradients: list[torch.Tensor | None] = list(map(_GRAD, tensors))
     found = [gradient for gradient in gradients if gradient is not None]
     if len(found) < len(tensors) or len(set(map(id, tensors))) < len(tensors):
         first = {id(t): place for place, t in reversed(list(enumerate(tensors)))}
@@ -59,10 +64,10 @@ def with_gradients(parameters: Parameters) -> Found:
         names = [names[place] for place in places]
         tensors = [tensors[place] for place in places]
         found = [gradient for place in places if (gradient := gradients[place]) is not None]
-    sparse = any(gradient.is_sparse for gradient in found)
+    sparse = any(map(_IS_SPARSE, found))
     if sparse:
         found = [_coalesced(parameter) for parameter in tensors]
-    plain = not sparse and not any(map(is_dtensor, found))
+    plain = not sparse and not any(hasattr(kind, "to_local") for kind in set(map(type, found)))
     return Found(names, tensors, found, plain)
 
 
@@ -109,13 +114,13 @@ def all_local_values(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def by_kind(tensors: Iterable[torch.Tensor]) -> Kinds:
     """Return tensors by device and dtype, in order."""
+    listed = list(tensors)
+    every: list[tuple[torch.device, torch.dtype]] = list(map(_KIND, listed))
+    if len(set(every)) == 1:
+        return {every[0]: listed}
     kinds: Kinds = {}
-    for tensor in tensors:
-        kind = (tensor.device, tensor.dtype)
-        if kind in kinds:
-            kinds[kind].append(tensor)
-        else:
-            kinds[kind] = [tensor]
+    for kind, tensor in zip(every, listed, strict=True):
+        kinds.setdefault(kind, []).append(tensor)
     return kinds
 
 
