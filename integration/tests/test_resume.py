@@ -7,6 +7,7 @@ import functools
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ from trainwright.checkpointing.testing.failing import FailingFiles
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration import numerics, worker
 from trainwright.integration.cli import main
+from trainwright.integration.config import RunConfig
 from trainwright.integration.data import read_corpus
-from trainwright.integration.errors import DataError
+from trainwright.integration.errors import ConfigError, DataError
+from trainwright.integration.guarding import GuardPlan
 from trainwright.integration.run_folder import WRITER, RunFolder
-from trainwright.integration.worker import check_same_data
+from trainwright.integration.worker import check_same_data, check_same_guards
 from trainwright.precision import DynamicLossScaler
-from trainwright.stability_guards import FileJournal
+from trainwright.stability_guards import FileJournal, Positions, never
 
 SMALL = ["--threads-as-ranks", "--sequence-length", "16", "--global-batch", "4"]
 SMALL += ["--evaluate-sequences", "4", "--sample-bytes", "4"]
@@ -207,6 +210,17 @@ def test_ranks_that_read_different_data_all_say_so(tmp_path: Path) -> None:
             check_same_data(comm, read_corpus(path))
 
     LocalWorld(3).run(work)
+
+
+def test_ranks_that_have_different_guards_all_say_so() -> None:
+    def work(world: Communicator) -> str:
+        exclude = Positions([(world.rank // 2, 7)])
+        parts: Any = SimpleNamespace(guards=GuardPlan(never(), exclude=exclude), config=RunConfig())
+        with pytest.raises(ConfigError) as caught:
+            check_same_guards(world, parts)
+        return str(caught.value)
+
+    assert all("every host the same files" in m for m in LocalWorld(4, timeout_s=20.0).run(work))
 
 
 def test_a_run_stopped_before_its_first_checkpoint_starts_again(

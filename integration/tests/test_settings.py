@@ -27,6 +27,7 @@ from trainwright.stability_guards import Positions, SpikeGuard, StallGuard, Verd
         ("dp=3", ["16", "dp=3", "12 or 18"]),
         ("cp=200", ["cp=200", "128 has fewer positions", "cp up to 128"]),
         ("ep=2,dp=2", ["ep=2", "tiny has none", "--model tiny-moe"]),
+        ("etp=2,dp=2", ["etp=2", "tiny has none", "--model tiny-moe"]),
         ("dp=2,dp=2", ["dp"]),
         ("dp=0", ["dp"]),
         ("dp=two", ["two"]),

@@ -46,10 +46,10 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
 
 def _check_experts(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     if shape.experts is None:
-        if mesh.ep > 1:
+        if mesh.ep > 1 or mesh.etp != mesh.tp:
             raise ConfigError(
-                f"--layout {config.layout}: ep={mesh.ep} ranks share experts, of which model "
-                f"{config.model} has none; --model tiny-moe has some"
+                f"--layout {config.layout}: ep={mesh.ep}, etp={mesh.etp} ranks share experts, of "
+                f"which model {config.model} has none; --model tiny-moe has some"
             )
         return
     for size, ranks, what, axis in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import sys
@@ -75,6 +76,7 @@ def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summa
         check_same_data(world, corpus)
         journal = shared_journal(folder.path / JOURNAL, world)
         parts = assemble(config, world, corpus, journal=journal)
+        check_same_guards(world, parts)
         saver = _open(folder, parts, resume)
         # Left before the peers hear of an error: a save under way still needs them.
         held.enter_context(saver.store)
@@ -91,14 +93,35 @@ def check_same_data(world: Communicator, corpus: Corpus) -> None:
 
     Communicates: one all-reduce of 16 bytes.
     """
-    mine = int(corpus.checksum[:15], 16)
-    extremes = torch.tensor([mine, -mine], device=world.device)
-    world.all_reduce(extremes, ReduceOp.MIN).wait()
-    if extremes.tolist() != [mine, -mine]:
+    if not _is_same(world, corpus.checksum):
         raise DataError(
             f"the ranks have read different data; rank {world.rank} read {corpus.files} files and "
             f"{len(corpus.train):,} bytes to train on from {corpus.source}"
         )
+
+
+def check_same_guards(world: Communicator, parts: Parts) -> None:
+    """Check that all ranks have the same guards and leave the same positions out.
+
+    Raises:
+        ConfigError: the files that say so differ between hosts; on every rank.
+
+    Communicates: one all-reduce of 16 bytes.
+    """
+    if not _is_same(world, hashlib.sha256(repr(parts.guards).encode()).hexdigest()):
+        raise ConfigError(
+            f"--guards {parts.config.guards} and --exclude {parts.config.exclude} are not the same "
+            "on all ranks, which would part ways; give every host the same files"
+        )
+
+
+def _is_same(world: Communicator, checksum: str) -> bool:
+    """Whether all ranks have this hexadecimal checksum; the same answer on every rank."""
+    mine = int(checksum[:15], 16)
+    extremes = torch.tensor([mine, -mine], device=world.device)
+    world.all_reduce(extremes, ReduceOp.MIN).wait()
+    least, negated_greatest = extremes.tolist()
+    return bool(least == -negated_greatest)
 
 
 def load_corpus(config: RunConfig) -> Corpus:
