@@ -119,9 +119,13 @@ def test_clipped_heads_have_their_logits_at_the_bound_and_others_are_untouched(
     expected = torch.where(largest > bound, bound, largest)
     torch.testing.assert_close(largest_logits(*after), expected)
     torch.testing.assert_close(gamma, expected / largest)
-    if (largest <= bound).all():
-        assert torch.equal(q_weight, kept[0])
-        assert torch.equal(k_weight, kept[1])
+    for head in range(queries):
+        if largest[head] <= bound:
+            rows = slice(head * width, (head + 1) * width)
+            assert torch.equal(q_weight[rows], kept[0][rows])
+            rows = slice(head // group * width, (head // group + 1) * width)
+            assert torch.equal(k_weight[rows], kept[1][rows])
+    assert (q_weight.abs() <= kept[0].abs()).all()
     if group == 1:  # as published: the square root on either side
         scale = gamma.sqrt().repeat_interleave(width).unsqueeze(1)
         torch.testing.assert_close(q_weight, kept[0] * scale)
