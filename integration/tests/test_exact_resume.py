@@ -23,6 +23,7 @@ from trainwright.integration.parts import Parts, Progress, whole_weights
 from trainwright.integration.recipe import StepRecord
 from trainwright.integration.training_state import restore_state, save_state
 from trainwright.precision import DynamicLossScaler
+from trainwright.stability_guards import MemoryJournal
 
 STREAM = np.frombuffer(b"what was learned is kept, whenever the run ends. " * 5, dtype=np.uint8)
 CORPUS = Corpus(train=STREAM, held_out=STREAM, files=1, skipped=(), source="a test")
@@ -129,9 +130,11 @@ def test_scales_go_on_where_they_were_in_another_layout(
     dtype: str, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
     files = CrashingFiles()
+    journals = [MemoryJournal(), MemoryJournal()]
 
     def begin(comm: Communicator) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        parts = assemble(_config(dtype=dtype, **before), comm, CORPUS, SHAPE)
+        config = _config(dtype=dtype, **before)
+        parts = assemble(config, comm, CORPUS, SHAPE, journals[comm.rank])
         progress = parts.start()
         parts.scaler.load_state_dict({**parts.scaler.state_dict(), **OVERFLOWING[dtype]})
         records = _go_on(parts, progress, STEPS)
@@ -141,7 +144,8 @@ def test_scales_go_on_where_they_were_in_another_layout(
         return parts.scaler.state_dict(), _scales(parts)
 
     def go_on(comm: Communicator) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        parts = assemble(_config(dtype=dtype, **after), comm, CORPUS, SHAPE)
+        config = _config(dtype=dtype, **after)
+        parts = assemble(config, comm, CORPUS, SHAPE, journals[comm.rank])
         restored = restore_state(_store(parts, files), parts)
         assert restored is not None
         assert all(state.num_steps == STEPS for state in parts.scales.states)

@@ -147,6 +147,9 @@ def outcome(folder: Path) -> Outcome:
     (newest,) = (folder / "checkpoints").glob(f"step-{STEPS:08d}-*")
     tensors = {path.name: path.read_bytes() for path in newest.glob("*.safetensors")}
     plain = json.loads((newest / "manifest.json").read_text())["body"]["plain"]
+    plain["guards/state"] = json.loads(plain["guards/state"])
+    # Snapshots are in memory: a run that was killed has others than one that was not.
+    del plain["guards/state"]["marks"]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return tensors, plain, [[row[k] for k in ("step", "loss", "grad_norm", "lr")] for row in rows]
 
@@ -224,7 +227,8 @@ def assert_same_outcome(folder: Path, right: Outcome) -> None:
     left = os.listdir(folder / "checkpoints")
     whole = sorted(name[:14] for name in left if name.startswith("step-"))
     assert whole[-2:] == [f"step-{n:08d}-" for n in (STEPS - 1, STEPS)]
-    assert len(left) <= 3
+    # One more stays for the snapshot that a resumed run begins with.
+    assert len(left) <= 4
 
 
 @pytest.mark.parametrize("case", ["dp=2 async 1", "dp=2 sync 2"])
