@@ -1,7 +1,8 @@
 """Going back: what SKIP, ROLLBACK and HALT mean for weights, data and the journal.
 
 A run that recovers ends with the weights of a run whose reader never yields what was left out. The
-exception is a dynamic loss scale: a step that overflows lowers it, and other scales round elsewhere.
+exception is a dynamic loss scale: a step that overflows lowers it, and other scales round
+elsewhere.
 """
 
 from __future__ import annotations
