@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainwright.collectives.testing import run_processes
 from trainwright.stability_guards import (
@@ -14,10 +16,9 @@ from trainwright.stability_guards import (
     clip_grad_adaptive_,
     clip_grad_norm_,
     clip_grad_value_,
+    global_norm,
     non_finite_names,
 )
-
-pytestmark = pytest.mark.processes
 
 SHAPES = [(4, 6), (5, 3), (7,), (1,), (3, 2), ()]
 PLACEMENTS = [
@@ -149,5 +150,41 @@ def check_non_finite(mesh, rank):
         assert non_finite_names(found) == (("parameter 0",) if rank == 3 else ())
 
 
+@pytest.mark.long
+@pytest.mark.processes
 def test_dtensors_plain_shards_and_partial_sums_are_clipped_as_the_whole_would_be():
     assert run_processes(compare_with_wholes, 4, timeout_s=50.0) == [True] * 4
+
+
+def test_the_ranks_of_a_mesh_count_each_element_of_dtensors_once():
+    """Where nothing is communicated, each rank's norm is that of what it counts itself."""
+    gradients = wholes(1)
+    squares = 0.0
+    for rank in range(4):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        try:
+            mesh = init_device_mesh("cpu", (2, 2))
+            at = mesh.get_coordinate()
+            shards = []
+            for whole, placement in zip(gradients, PLACEMENTS, strict=True):
+                local = whole
+                for dim, cut in enumerate(placement):
+                    if isinstance(cut, Shard):
+                        parts = local.chunk(2, cut.dim)
+                        here = at[dim] < len(parts)
+                        local = parts[at[dim]] if here else local.narrow(cut.dim, 0, 0)
+                shards.append(
+                    DTensor.from_local(
+                        local,
+                        mesh,
+                        placement,
+                        run_check=False,
+                        shape=whole.shape,
+                        stride=whole.stride(),
+                    )
+                )
+            squares += global_norm(shards, 2.0, None).item() ** 2
+        finally:
+            dist.destroy_process_group()
+
+    assert squares == pytest.approx(sum(whole.square().sum().item() for whole in gradients))
