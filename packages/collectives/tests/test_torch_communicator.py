@@ -24,7 +24,7 @@ from trainwright.collectives import (
 )
 from trainwright.collectives.background import all_of
 from trainwright.collectives.checked import CheckedCommunicator
-from trainwright.collectives.failures import FailureBoard
+from trainwright.collectives.failures import Failure, FailureBoard
 from trainwright.collectives.gloo_backend import GlooBackend
 from trainwright.collectives.gloo_watch import CallWatch
 from trainwright.collectives.native_backend import NativeBackend
@@ -381,6 +381,17 @@ def a_failure_in_a_part_reaches_the_whole(world: TorchCommunicator) -> None:
         assert (error.rank, error.cause) == (3, "tired")
 
 
+def a_failure_whose_connections_woke_nobody_is_found(world: TorchCommunicator) -> None:
+    comm = TorchCommunicator()
+    if comm.rank == 3:
+        comm._backend.board._write(Failure(3, "gone without a word"))
+        time.sleep(5.0)
+    else:
+        error, seconds = failing(comm.barrier, PeerFailedError)
+        assert (error.rank, error.cause) == (3, "gone without a word")
+        assert seconds < 20.0
+
+
 def a_failure_reaches_those_in_the_second_round(world: TorchCommunicator) -> None:
     comm = TorchCommunicator()
     large = torch.ones(300_000)
@@ -421,6 +432,7 @@ SECTIONS = (
     calls_alike_are_never_refused_however_late,
     parts_of_different_sizes_never_meet,
     a_failure_in_a_part_reaches_the_whole,
+    a_failure_whose_connections_woke_nobody_is_found,
     a_failure_reaches_those_in_the_second_round,
     failures_have_not_harmed_other_communicators,
 )

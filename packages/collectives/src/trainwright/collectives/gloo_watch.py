@@ -33,7 +33,8 @@ class CallWatch:
     A collective that somebody waits for too long is asked about: `Questions` says how. Ranks that
     are stuck in anything answer for all that they have started, and for the last that they have
     finished. Where two calls of one number differ, the world fails with a text that names both.
-    Calls that are alike are never touched, however late a peer is or a work is waited for.
+    Calls that are alike are never touched, however late a peer is or a work is waited for. A rank
+    that has failed meanwhile is found first.
 
     Args:
         board: where the difference is told.
@@ -81,6 +82,12 @@ class CallWatch:
             for work in all_of(backend.works)
             if work.is_under_way and now - self._since.setdefault(work, now) >= self._patience_s
         ]
+        failure = self._board.read() if late else None
+        if failure is not None:
+            # Who failed has closed its connections, but those who wait for ranks that learnt of it
+            # and went on were woken by nobody.
+            self._board.publish(failure)
+            return
         try:
             for backend in backends if late else ():
                 self._compare(backend, [work for work in late if work.belongs_to(backend)])
