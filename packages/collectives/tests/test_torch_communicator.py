@@ -385,11 +385,10 @@ def a_failure_whose_connections_woke_nobody_is_found(world: TorchCommunicator) -
     comm = TorchCommunicator()
     if comm.rank == 3:
         comm._backend.board._write(Failure(3, "gone without a word"))
-        time.sleep(5.0)
     else:
-        error, seconds = failing(comm.barrier, PeerFailedError)
+        error, _ = failing(comm.barrier, PeerFailedError)
         assert (error.rank, error.cause) == (3, "gone without a word")
-        assert seconds < 20.0
+    world.barrier()  # until then no connection is closed
 
 
 def a_failure_reaches_those_in_the_second_round(world: TorchCommunicator) -> None:
