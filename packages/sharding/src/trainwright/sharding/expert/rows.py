@@ -4,16 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
-
 import attrs
 import torch
 import torch.nn.functional as F
 
-_CACHED_ELEMENTS = 1 << 17
+from trainwright.collectives.linear_maps import apply_linear
 
-Move = Callable[[torch.Tensor], torch.Tensor]
+_CACHED_ELEMENTS = 1 << 17
 
 
 @attrs.frozen(eq=False)
@@ -51,7 +48,7 @@ class Choices:
 
 def permute(rows_RD: torch.Tensor, order_R: torch.Tensor, inverse_R: torch.Tensor) -> torch.Tensor:
     """Return the rows in another order: row i is row ``order[i]``."""
-    return move(
+    return apply_linear(
         rows_RD,
         lambda rows: rows.index_select(0, order_R),
         lambda rows: rows.index_select(0, inverse_R),
@@ -105,22 +102,3 @@ def scale_rows(
         torch.sum(rows_AD[here] * ours, -1, out=dots_A[here])
         ours.mul_(weights_A[here, None])
     return dots_A
-
-
-def move(tensor: torch.Tensor, forth: Move, back: Move) -> torch.Tensor:
-    """Return ``forth(tensor)`` for a linear map, with its adjoint ``back`` as the backward."""
-    if not torch.is_grad_enabled():
-        return forth(tensor)
-    return cast(torch.Tensor, _Move.apply(tensor, forth, back))  # type: ignore[no-untyped-call]
-
-
-class _Move(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, forth: Move, back: Move) -> torch.Tensor:
-        ctx.moves = (forth, back)
-        return forth(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        forth, back = ctx.moves
-        return move(gradient, back, forth), None, None

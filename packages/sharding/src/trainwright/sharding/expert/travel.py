@@ -13,8 +13,9 @@ from typing import Any, cast
 import torch
 
 from trainwright.collectives import Communicator, differentiable
+from trainwright.collectives.linear_maps import apply_linear
 from trainwright.sharding.expert.ranks import ExpertRanks
-from trainwright.sharding.expert.rows import move, scale_rows, sum_rows
+from trainwright.sharding.expert.rows import scale_rows, sum_rows
 from trainwright.sharding.expert.trip import Trip
 
 
@@ -24,7 +25,7 @@ def send_tokens(hidden_ND: torch.Tensor, trip: Trip, ranks: ExpertRanks) -> torc
     Communicates:
         One all-to-all over ep; backward one.
     """
-    return move(
+    return apply_linear(
         hidden_ND,
         lambda tokens_ND: _send(tokens_ND, trip, ranks),
         lambda rows_RD: _bring_back(rows_RD, trip, ranks),
