@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -15,7 +16,8 @@ from trainwright.integration.errors import ConfigError
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.guarding import read_guards
 from trainwright.integration.launch import Place, place_in_environment
-from trainwright.integration.model import ModelShape, preset
+from trainwright.integration.model import ExpertShape, ModelShape, PlainLayers, preset
+from trainwright.sharding.expert import Routing
 from trainwright.stability_guards import Positions, SpikeGuard, StallGuard, Verdict, any_of
 
 
@@ -153,6 +155,14 @@ def test_an_unknown_model_is_refused_with_the_nearest_name() -> None:
 def test_model_sizes_that_do_not_divide_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         attrs.evolve(ModelShape(), **changes)
+
+
+@pytest.mark.parametrize("rule", [{"capacity_factor": 1.0}, {"biased": True}, {"scale": 2.0}])
+def test_the_plain_model_refuses_a_rule_of_experts_that_it_does_not_compute(
+    rule: dict[str, Any],
+) -> None:
+    with pytest.raises(ConfigError, match="plain experts have no capacity"):
+        PlainLayers().experts(8, ExpertShape(Routing(4, 2, **rule), width=8))
 
 
 def test_settings_survive_a_file(tmp_path: Path) -> None:

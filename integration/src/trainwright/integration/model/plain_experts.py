@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainwright.integration.errors import ConfigError
 from trainwright.integration.model.shape import ExpertShape
 from trainwright.sharding.expert import Routing
 
@@ -26,11 +27,22 @@ class PlainExperts(nn.Module):
 
     Args:
         width: D.
-        experts: Their sizes and rule; no capacity, no groups, no bias.
+        experts: Their sizes and rule; no capacity, no groups, no bias, no scale.
+
+    Raises:
+        ConfigError: The rule has one of these.
     """
 
     def __init__(self, width: int, experts: ExpertShape) -> None:
         super().__init__()
+        rule = experts.routing
+        if rule != Routing(
+            rule.num_experts, rule.top_k, score=rule.score, normalize=rule.normalize
+        ):
+            raise ConfigError(
+                f"plain experts have no capacity, groups, bias, scale or other scope, got {rule}; "
+                "MixtureOfExperts on a mesh of one rank has"
+            )
         self.routing = experts.routing
         self.gate = nn.Linear(width, self.routing.num_experts, bias=False)
         self.experts = _Stacks(self.routing.num_experts, width, experts.width)
