@@ -143,6 +143,24 @@ def test_what_a_failed_append_has_left_is_no_line(tmp_path, monkeypatch):
     assert [entry.reason for entry in FileJournal(path).entries][1:] == ["short"]
 
 
+def test_a_journal_that_somebody_removed_or_shortened_takes_no_further_entry(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    journal = FileJournal(path)
+    journal.append(intervention(0))
+    whole = path.read_bytes()
+
+    for left in (None, whole[:-3]):
+        path.unlink(missing_ok=True)
+        if left is not None:
+            path.write_bytes(left)
+        with pytest.raises(JournalError, match="put it back"):
+            journal.append(intervention(1))
+    path.write_bytes(whole)
+    journal.append(intervention(1))
+
+    assert FileJournal(path).entries == journal.entries
+
+
 def test_a_damaged_line_and_a_number_out_of_order_are_refused(tmp_path):
     path = tmp_path / "journal.jsonl"
     journal = FileJournal(path)

@@ -151,10 +151,12 @@ class FileJournal:
         """Write one; it is on disk when this returns.
 
         Raises:
-            JournalError: its number is not the next one.
+            JournalError: its number is not the next one, or somebody has removed or shortened the
+                file, which would lose what was left out.
             OSError: it could not be written; the next entry takes its place.
         """
         _check_number(entry, len(self.entries))
+        self._check_whole()
         line = json.dumps(entry.as_json(), allow_nan=False).encode() + b"\n"
         is_new = not self._path.exists()
         with self._path.open("wb" if is_new else "r+b") as file:
@@ -168,6 +170,14 @@ class FileJournal:
             _sync_folder(self._path.parent)
         self._size += len(line)
         self._memory.append(entry)
+
+    def _check_whole(self) -> None:
+        found = self._path.stat().st_size if self._path.exists() else 0
+        if found < self._size:
+            raise JournalError(
+                f"{self._path} has {found} of the {self._size} bytes that were written: put it "
+                "back, for what it left out must not be trained on"
+            )
 
     def _read(self) -> tuple[Intervention, ...]:
         if not self._path.exists():
