@@ -9,14 +9,22 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
+from trainwright.checkpointing.activations import keep_all
 from trainwright.integration.cli import main, parser, settle, worker_arguments
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.guarding import read_guards
 from trainwright.integration.launch import Place, place_in_environment
-from trainwright.integration.model import ExpertShape, ModelShape, PlainLayers, preset
+from trainwright.integration.model import (
+    ExpertShape,
+    ModelShape,
+    PlainLayers,
+    build_stage,
+    preset,
+)
 from trainwright.sharding.expert import Routing
 from trainwright.stability_guards import Positions, SpikeGuard, StallGuard, Verdict, any_of
 
@@ -155,6 +163,19 @@ def test_an_unknown_model_is_refused_with_the_nearest_name() -> None:
 def test_model_sizes_that_do_not_divide_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         attrs.evolve(ModelShape(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("tiny", 0.8), ("tiny-tied", 0.8), ("tiny-moe", 2.0), ("small", 13), ("base", 76)],
+)
+def test_a_preset_has_as_many_parameters_as_it_says(name: str, millions: float) -> None:
+    shape = preset(name)
+    with torch.device("meta"):
+        model = build_stage(shape, PlainLayers(), range(shape.layers), keep_all())
+
+    assert sum(weight.numel() for weight in model.parameters()) == shape.num_parameters
+    assert abs(shape.num_parameters / 1e6 / millions - 1) < 0.07
 
 
 @pytest.mark.parametrize("rule", [{"capacity_factor": 1.0}, {"biased": True}, {"scale": 2.0}])

@@ -119,7 +119,7 @@ PRESETS = {
     "small": ModelShape(width=384, layers=8, heads=8, kv_heads=4, mlp_width=1024),
     "base": ModelShape(width=768, layers=12, heads=12, kv_heads=4, mlp_width=2048),
 }
-"""Named sizes that ``--model`` accepts: 0.8 (twice), 2.0, 13 and 78 million parameters."""
+"""Named sizes that ``--model`` accepts: 0.8 (twice), 2.0, 13 and 76 million parameters."""
 
 
 def preset(name: str) -> ModelShape:
