@@ -98,8 +98,7 @@ class Reader:
         """Return this rank's part of the next global batch and move the position past it."""
         share = self.global_batch // self.data_size
         positions, self.consumed = self.left_out.draw(self.consumed, self.global_batch)
-        drawn = [index for start, stop in positions.spans for index in range(start, stop)]
-        mine = drawn[self.data_rank * share : (self.data_rank + 1) * share]
+        mine = _part(positions, self.data_rank * share, share)
         rows = np.stack([self.sample(index) for index in mine])
         sequences = torch.from_numpy(rows.astype(np.int64)).to(self.device)
         sequences = sequences.view(self.microbatches, -1, self.sequence_length + 1)
@@ -130,6 +129,16 @@ class Reader:
             self._order = (epoch, random.permutation(key, self.num_sequences).numpy())
         start = int(self._order[1][place]) * self.sequence_length
         return self.stream[start : start + self.sequence_length + 1]
+
+
+def _part(positions: Positions, first: int, count: int) -> list[int]:
+    """Return ``count`` of the positions, from the ``first``-th on, without listing the others."""
+    found: list[int] = []
+    for start, stop in positions.spans:
+        begin = min(start + first, stop)
+        first -= begin - start
+        found.extend(range(begin, min(stop, begin + count - len(found))))
+    return found
 
 
 def check_batch(global_batch: int, data_size: int, microbatches: int) -> None:
