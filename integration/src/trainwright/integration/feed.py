@@ -20,7 +20,8 @@ class GlobalBatch:
     """This rank's part of a global batch.
 
     Args:
-        part: tokens and labels of this rank: its sequences, of these its positions.
+        part: tokens and labels of this rank: its sequences, of these its positions; documents are
+            those of all positions.
         positions_S: int64, which positions those are.
         tokens: float64 0-d, valid labels of this part.
         divisor: float64 0-d, valid labels of the global batch, the same on every rank.
@@ -32,12 +33,21 @@ class GlobalBatch:
     divisor: torch.Tensor
 
     def inputs(self, stage: int, microbatch: int) -> dict[str, torch.Tensor]:
-        """Return the keyword arguments of a stage for one microbatch: the same for every stage."""
-        return {
+        """Return the keyword arguments of a stage for one microbatch: the same for every stage.
+
+        Where sequences are packed with several documents, ``documents_BS`` are those of the whole
+        sequences, as attention over context ranks takes them, on the CPU; ``ordinals_BS`` are the
+        places in their documents of this rank's positions.
+        """
+        found = {
             "tokens_BS": self.part.tokens_MBS[microbatch],
             "labels_BS": self.part.labels_MBS[microbatch],
             "positions_S": self.positions_S,
         }
+        if self.part.documents_MBS is not None and self.part.ordinals_MBS is not None:
+            found["documents_BS"] = self.part.documents_MBS[microbatch]
+            found["ordinals_BS"] = self.part.ordinals_MBS[microbatch]
+        return found
 
 
 class Feed:
@@ -108,6 +118,9 @@ class Feed:
             whole,
             tokens_MBS=self._part.take(whole.tokens_MBS),
             labels_MBS=self._part.take(whole.labels_MBS),
+            ordinals_MBS=None
+            if whole.ordinals_MBS is None
+            else self._part.take(whole.ordinals_MBS),
         )
         count = torch.tensor([batch.valid_tokens], dtype=torch.int64, device=self._data.device)
         return batch, count, self._data.all_reduce(count)

@@ -4,18 +4,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import attrs
 import numpy as np
 import torch
 
-from trainwright.collectives import random
-from trainwright.integration.errors import ConfigError, DataError
+from trainwright.integration.data.orders import Shuffled
+from trainwright.integration.data.protocol import Samples, Sequence, Sequences
+from trainwright.integration.data.shifting import IGNORE, labels_of, ordinals_of
+from trainwright.integration.data.stream import Stream
+from trainwright.integration.errors import ConfigError
 from trainwright.stability_guards import Positions
-
-IGNORE = -100
-"""Label of a position that does not count."""
 
 
 @attrs.frozen(eq=False)
@@ -27,12 +27,17 @@ class Batch:
         labels_MBS: int64, the following token, shifted here once and for all.
         positions: those of all samples of the global batch in the run's sample order.
         end: position at which reading goes on after it.
+        documents_MBS: int64, always on the CPU and of whole sequences: which document each input is
+            of, negative for padding. None: every sequence is one document.
+        ordinals_MBS: int64, the place of each input in its document; None without documents.
     """
 
     tokens_MBS: torch.Tensor
     labels_MBS: torch.Tensor
     positions: Positions
     end: int
+    documents_MBS: torch.Tensor | None = None
+    ordinals_MBS: torch.Tensor | None = None
 
     @property
     def valid_tokens(self) -> int:
@@ -40,19 +45,35 @@ class Batch:
         return int((self.labels_MBS != IGNORE).sum())
 
 
-class Reader:
-    """Cuts a byte stream into sequences and yields this data rank's share of each global batch.
-
-    The stream is cut into non-overlapping sequences; each epoch is a permutation of them drawn from
-    (seed, epoch). Sample ``k`` of the run is thus the same in every layout, and the position, the
-    number of samples read or left out, is the whole state.
+@attrs.frozen
+class Draw:
+    """The samples of one global batch.
 
     Args:
-        stream: uint8 [n].
+        positions: theirs in the run's sample order.
+        end: position at which reading goes on after them.
+        microbatches: microbatches a data rank makes of its share.
+    """
+
+    positions: Positions
+    end: int
+    microbatches: int
+
+
+class Reader:
+    """Yields this data rank's share of each global batch of samples.
+
+    Sample ``k`` of the run is the same in every layout, and the position, the number of samples
+    read or left out, is the whole state: it holds on any number of data ranks, and whatever sizes
+    the batches had and have.
+
+    Args:
+        data: samples in the run's order; or a stream of tokens [n], which is cut into sequences and
+            shuffled by (seed, epoch).
         sequence_length: tokens a sequence.
         global_batch: sequences a step over all data ranks.
         microbatches: microbatches a data rank makes of its share.
-        seed: seed of the order.
+        seed: seed of the order of a stream.
         data_rank: this rank's place among the data ranks.
         data_size: number of data ranks.
         device: where batches are put.
@@ -64,7 +85,7 @@ class Reader:
 
     def __init__(
         self,
-        stream: np.ndarray,
+        data: np.ndarray | Samples,
         sequence_length: int,
         global_batch: int,
         *,
@@ -74,39 +95,55 @@ class Reader:
         data_size: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.num_sequences = (len(stream) - 1) // sequence_length
-        if self.num_sequences < 1:
-            raise DataError(
-                f"the data holds {len(stream)} bytes, shorter than one sequence of "
-                f"sequence_length={sequence_length} and its next byte; "
-                f"a sequence length up to {max(len(stream) - 1, 1)} works"
-            )
         check_batch(global_batch, data_size, microbatches)
-        self.stream = stream
-        self.sequence_length = sequence_length
+        if isinstance(data, np.ndarray):
+            data = Shuffled(Stream(data, sequence_length), seed)
+        self.samples = data
         self.global_batch = global_batch
         self.microbatches = microbatches
-        self.seed = seed
         self.data_rank = data_rank
         self.data_size = data_size
         self.device = torch.device(device)
         self.consumed = 0
         self.left_out = Positions()
-        self._order: tuple[int, np.ndarray] | None = None
 
-    def next_batch(self) -> Batch:
-        """Return this rank's part of the next global batch and move the position past it."""
-        share = self.global_batch // self.data_size
-        positions, self.consumed = self.left_out.draw(self.consumed, self.global_batch)
-        mine = _part(positions, self.data_rank * share, share)
-        rows = np.stack([self.sample(index) for index in mine])
-        sequences = torch.from_numpy(rows.astype(np.int64)).to(self.device)
-        sequences = sequences.view(self.microbatches, -1, self.sequence_length + 1)
+    def next_batch(self, global_batch: int | None = None, microbatches: int | None = None) -> Batch:
+        """Return this rank's part of the next global batch and move the position past it.
+
+        Args:
+            global_batch: its sequences over all data ranks; None for as many as ever.
+            microbatches: microbatches of this rank's share; None for as many as ever.
+
+        Raises:
+            ConfigError: they cannot be shared out evenly.
+        """
+        return self.read(self.draw(global_batch, microbatches))
+
+    def draw(self, global_batch: int | None = None, microbatches: int | None = None) -> Draw:
+        """Say which samples the next global batch has and move past them, without reading any."""
+        size = self.global_batch if global_batch is None else global_batch
+        parts = self.microbatches if microbatches is None else microbatches
+        check_batch(size, self.data_size, parts)
+        positions, self.consumed = self.left_out.draw(self.consumed, size)
+        return Draw(positions, self.consumed, parts)
+
+    def read(self, draw: Draw) -> Batch:
+        """Return this rank's part of a batch; threads may read several at once."""
+        share = draw.positions.count // self.data_size
+        mine = _part(draw.positions, self.data_rank * share, share)
+        rows = [self.samples.sample(position) for position in mine]
+        documents = ordinals = None
+        if rows[0].documents is not None:
+            documents = np.stack([_documents(row)[:-1] for row in rows]).astype(np.int64)
+            ordinals = np.stack([ordinals_of(row) for row in documents])
         return Batch(
-            tokens_MBS=sequences[..., :-1].contiguous(),
-            labels_MBS=sequences[..., 1:].contiguous(),
-            positions=positions,
-            end=self.consumed,
+            tokens_MBS=self._put(np.stack([row.tokens[:-1] for row in rows]), draw),
+            labels_MBS=self._put(np.stack([labels_of(row) for row in rows]), draw),
+            positions=draw.positions,
+            end=draw.end,
+            # Documents stay where the host reads them.
+            documents_MBS=None if documents is None else _split(documents, draw.microbatches),
+            ordinals_MBS=None if ordinals is None else self._put(ordinals, draw),
         )
 
     def state_dict(self) -> dict[str, int]:
@@ -118,17 +155,25 @@ class Reader:
         self.consumed = int(state["consumed"])
 
     def sample(self, index: int) -> np.ndarray:
-        """Return the sequence at a position of the run's sample order, and the byte after it.
+        """Return the tokens at a position of the run's sample order, and the one after them.
 
         Returns:
-            uint8 [S + 1].
+            Integers [S + 1].
         """
-        epoch, place = divmod(index, self.num_sequences)
-        if self._order is None or self._order[0] != epoch:
-            key = random.Key(self.seed, "data order", epoch)
-            self._order = (epoch, random.permutation(key, self.num_sequences).numpy())
-        start = int(self._order[1][place]) * self.sequence_length
-        return self.stream[start : start + self.sequence_length + 1]
+        return self.samples.sample(index).tokens
+
+    def _put(self, rows: np.ndarray, draw: Draw) -> torch.Tensor:
+        return _split(rows, draw.microbatches).to(self.device)
+
+
+def _documents(row: Sequence) -> np.ndarray:
+    assert row.documents is not None, "all rows of a data set have documents, or none has"
+    return row.documents
+
+
+def _split(rows: np.ndarray, microbatches: int) -> torch.Tensor:
+    whole = torch.from_numpy(rows.astype(np.int64))
+    return whole.view(microbatches, -1, rows.shape[1])
 
 
 def _part(positions: Positions, first: int, count: int) -> list[int]:
@@ -165,13 +210,40 @@ def evenly_spaced(
     Raises:
         DataError: the stream is shorter than one sequence and its next token.
     """
-    available = (len(stream) - 1) // sequence_length
-    if available < 1:
-        raise DataError(
-            f"the held-out part has {len(stream)} bytes, shorter than one sequence of "
-            f"sequence_length={sequence_length}; give more text or shorter sequences"
-        )
+    rows = spread(Stream(stream, sequence_length, what="held-out part"), count)
+    return rows.tokens_NS, rows.labels_NS
+
+
+@attrs.frozen(eq=False)
+class Rows:
+    """Sequences to be evaluated, the same on every rank.
+
+    Args:
+        tokens_NS: int64, inputs.
+        labels_NS: int64, shifted; `IGNORE` does not count.
+        documents_NS: int64, which document each input is of, negative for padding. None: every
+            sequence is one document.
+    """
+
+    tokens_NS: torch.Tensor
+    labels_NS: torch.Tensor
+    documents_NS: torch.Tensor | None = None
+
+
+def spread(sequences: Sequences, count: int) -> Rows:
+    """Return up to ``count`` sequences evenly spread over a data set, none of them twice."""
+    available = sequences.num_sequences
     chosen = np.linspace(0, available - 1, min(count, available)).astype(np.int64)
-    places = chosen[:, None] * sequence_length + np.arange(sequence_length + 1)
-    rows = torch.from_numpy(stream[places].astype(np.int64))
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    rows = [sequences.sequence(int(index)) for index in chosen]
+    documents = None
+    if rows[0].documents is not None:
+        documents = _rows(_documents(row)[:-1] for row in rows)
+    return Rows(
+        tokens_NS=_rows(row.tokens[:-1] for row in rows),
+        labels_NS=_rows(labels_of(row) for row in rows),
+        documents_NS=documents,
+    )
+
+
+def _rows(rows: Iterable[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(list(rows)).astype(np.int64))

@@ -1,0 +1,74 @@
+"""A stream of tokens cut into rows: contiguous, with or without the boundaries of documents."""
+
+# Shapes: S sequence.
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from trainwright.integration.data.protocol import Sequence
+from trainwright.integration.errors import DataError
+
+
+class Stream:
+    """A token stream cut into rows that follow each other; a row's last target begins the next.
+
+    Args:
+        tokens: integers [n], in memory or mapped from a file.
+        sequence_length: inputs a row.
+        ends: increasing integers, where each document ends (the place after its last token). None:
+            rows are read as one document each.
+        counts: bool or uint8 [n], false where a token is never a target. None: all are.
+        what: name of the stream in errors.
+
+    Raises:
+        DataError: the stream is shorter than one row.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        sequence_length: int,
+        *,
+        ends: np.ndarray | None = None,
+        counts: np.ndarray | None = None,
+        what: str = "data",
+    ) -> None:
+        self.num_sequences = (len(tokens) - 1) // sequence_length
+        if self.num_sequences < 1:
+            unit = "byte" if tokens.dtype == np.uint8 else "token"
+            raise DataError(
+                f"the {what} holds {len(tokens)} {unit}s, shorter than one sequence of "
+                f"sequence_length={sequence_length} and its next {unit}; "
+                f"a sequence length up to {max(len(tokens) - 1, 1)} works"
+            )
+        self.tokens = tokens
+        self.sequence_length = sequence_length
+        self.ends = ends
+        self.counts = counts
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the tokens, as hexadecimal digits."""
+        digest = hashlib.sha256()
+        for part in (self.tokens, self.ends, self.counts):
+            if part is not None:
+                digest.update(f"{part.dtype} {len(part)}\n".encode())
+                digest.update(np.ascontiguousarray(part).data)
+        return digest.hexdigest()
+
+    def sequence(self, index: int) -> Sequence:
+        """Return row ``index``."""
+        start = index * self.sequence_length
+        stop = start + self.sequence_length + 1
+        counts = None if self.counts is None else self.counts[start:stop].astype(bool)
+        return Sequence(self.tokens[start:stop], self._documents(start, stop), counts)
+
+    def _documents(self, start: int, stop: int) -> np.ndarray | None:
+        if self.ends is None:
+            return None
+        first, last = np.searchsorted(self.ends, (start, stop), side="right")
+        edges = np.diff(np.concatenate(([start], self.ends[first:last], [stop])))
+        return np.repeat(np.arange(len(edges)), edges)
