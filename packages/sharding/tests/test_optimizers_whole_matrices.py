@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainwright.collectives import Communicator, LocalWorld
-from trainwright.sharding import LifecycleError, Mesh, MeshShape, NotAvailableError, ShardingError
+from trainwright.sharding import LifecycleError, Mesh, MeshShape, ShardingError
 from trainwright.sharding.data import (
     DataParallel,
     ShardPolicy,
@@ -24,7 +24,6 @@ from trainwright.sharding.data import (
 )
 from trainwright.sharding.data.matrix_owners import assign_owners, plan_rounds
 from trainwright.sharding.data.testing import Network, NetworkPlan, network_plans, wrap
-from trainwright.sharding.placement import ParameterPlacement
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 SHAPES = {"tall": (7, 3), "wide": (2, 5), "bias": (4,), "square": (3, 3), "row": (1, 6)}
@@ -432,20 +431,6 @@ def test_a_closure_is_run_once_before_the_update() -> None:
 
     assert trainer.matrices.step(closure) == 2.5
     assert calls == [1]
-
-
-def test_a_matrix_cut_by_tensor_parallelism_is_refused_with_its_name() -> None:
-    def run(comm: Communicator) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model[1].weight = nn.Parameter(torch.ones(2, 4))
-        place = ParameterPlacement.sharded((4, 4), 0, rank=comm.rank % 2, size=2)
-        mesh = Mesh(comm, MeshShape(dp=2, tp=2))
-        parallel = data_parallel(model, mesh, ShardPolicy(stage=1), {"1.weight": place})
-        with pytest.raises(NotAvailableError, match=r"1\.weight is cut over tp=2"):
-            WholeMatrices(parallel, is_matrix, torch.optim.Muon)
-        WholeMatrices(parallel, ["0.weight"], torch.optim.Muon)
-
-    LocalWorld(4).run(run)
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -32,14 +32,14 @@ class DataAxes:
 
     def data(self, key: GroupKey) -> Communicator:
         """Return what joins the ranks that buckets are reduced over first, and cut for."""
-        axes = self._cut_axes(key)
+        axes = self.cut_axes(key)
         if not axes:
             return SingleCommunicator(device=self._mesh.world.device)
         return self._mesh.communicator(*axes)
 
     def gathers(self, key: GroupKey) -> Communicator:
         """Return the same ranks for gathers: their order is that of the calls on it alone."""
-        axes = self._cut_axes(key)
+        axes = self.cut_axes(key)
         if axes not in self._gathers:
             data = self.data(key)
             part = data.split(0, data.rank) if data.size > 1 else data
@@ -75,16 +75,17 @@ class DataAxes:
             spec.name, spec.global_shape, spec.boxes, spec.start, spec.stop, replicated
         )
 
+    def cut_axes(self, key: GroupKey) -> tuple[str, ...]:
+        """Return the data axes over whose ranks a group's buckets are cut from stage 1 on."""
+        if not self._is_hybrid:
+            return key.data_axes
+        return tuple("dp_shard" if axis == "dp" else axis for axis in key.data_axes)
+
     def broadcast_first(self, tensor: torch.Tensor, axes: Iterable[str]) -> None:
         """Copy the tensor of the rank at 0 on all ``axes`` to every rank along them."""
         for axis in axes:
             if self._mesh.size(axis) > 1:
                 self._mesh.communicator(_joined(axis)).broadcast(tensor, 0).wait()
-
-    def _cut_axes(self, key: GroupKey) -> tuple[str, ...]:
-        if not self._is_hybrid:
-            return key.data_axes
-        return tuple("dp_shard" if axis == "dp" else axis for axis in key.data_axes)
 
 
 def _joined(axis: str) -> str:

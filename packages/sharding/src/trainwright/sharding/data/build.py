@@ -35,6 +35,8 @@ class FlatModel:
         settled: The parameters outside of the buffers, by name: frozen ones below stage 3, and
             those without elements.
         coded: Those whose weights travel as codes.
+        parameters: What was known of each parameter, those that this rank keeps nothing of too.
+        stage: As in `ShardPolicy`.
     """
 
     layout: tuple[GroupLayout, ...]
@@ -44,6 +46,8 @@ class FlatModel:
     frozen: dict[str, Piece]
     settled: dict[str, nn.Parameter]
     coded: tuple[CodedGroup, ...] = ()
+    parameters: tuple[ModelParameter, ...] = ()
+    stage: int = 0
 
     def encode(self) -> None:
         """Make codes of the weights that travel as such, once they have changed.
@@ -130,9 +134,7 @@ def flatten_model(
             built.append((unit, tuple(buckets)))
     pieces = {kept.piece.name: kept.piece for bucket in made.values() for kept in bucket.kept}
     settled = {name: entry for name, entry in entries.items() if not _is_flat(entry, policy)}
-    for name, entry in settled.items():
-        if entry.parameter.numel() > 0:
-            pieces[name] = Piece(name, entry.parameter, entry.spec)
+    pieces |= {n: Piece(n, e.parameter, e.spec) for n, e in settled.items() if e.parameter.numel()}
     coded = _coded_groups(parameters, list(made.values()), axes)
     return FlatModel(
         layout,
@@ -142,6 +144,8 @@ def flatten_model(
         {name: pieces[name] for name, e in entries.items() if name in pieces and not e.trained},
         {name: entry.parameter for name, entry in settled.items()},
         coded,
+        tuple(parameters),
+        policy.stage,
     )
 
 

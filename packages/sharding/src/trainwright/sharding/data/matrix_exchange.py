@@ -1,156 +1,144 @@
-"""Collects the pieces of matrices at their owners and hands updated pieces back."""
+"""Collects the parts of matrices at their owners and hands updated parts back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import attrs
 import torch
-from torch import nn
 
-from trainwright.collectives import Communicator, ShardSpec
+from trainwright.collectives import Box, Communicator
 from trainwright.sharding.data.matrix_owners import Round, assign_owners, plan_rounds
+from trainwright.sharding.data.matrix_parts import Matrix
 
 Update = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]
 """Updates whole weights in place, given by name, with their gradients."""
 
-
-@attrs.frozen(eq=False)
-class Matrix:
-    """A matrix whose elements the data ranks keep between them.
-
-    Args:
-        spec: The whole matrix.
-        ranges: For each data rank the elements [start, stop) that it keeps; all of them at
-            stage 0, where every rank keeps and owns every matrix.
-        parameter: This rank's piece; None where it keeps nothing.
-        like: A tensor with the piece's dtype and device.
-    """
-
-    spec: ShardSpec
-    ranges: tuple[tuple[int, int], ...]
-    parameter: nn.Parameter | None
-    like: torch.Tensor
+Held = Sequence[tuple[Box, ...]]
+"""By rank, which boxes of a matrix it keeps."""
 
 
 class Fleet:
-    """The matrices that the same data ranks keep in the same dtype.
+    """The matrices that the same ranks keep between them in the same dtype.
 
     Args:
-        matrices: By name, in an order that is the same on every rank.
-        data: Joins the data ranks; None where each rank keeps its matrices whole.
+        matrices: By label, in an order that is the same on every rank.
+        held: By label, who keeps what of it.
+        ranks: Joins these ranks; None where each rank keeps its matrices whole.
+        like: A tensor with the pieces' dtype and device.
         round_bytes: Most bytes of whole weights that a rank holds at once, unless one matrix alone
             is larger.
     """
 
     def __init__(
-        self, matrices: Mapping[str, Matrix], data: Communicator | None, round_bytes: int
+        self,
+        matrices: Mapping[str, Matrix],
+        held: Mapping[str, Held],
+        ranks: Communicator | None,
+        like: torch.Tensor,
+        round_bytes: int,
     ) -> None:
         self.matrices = dict(matrices)
-        self._data = data
-        sizes = {name: matrix.spec.total for name, matrix in matrices.items()}
-        num_ranks = 1 if data is None else data.size
+        self.like = like
+        self._ranks = ranks
+        sizes = {label: matrix.numel for label, matrix in matrices.items()}
+        num_ranks = 1 if ranks is None else ranks.size
         self.owners = assign_owners(sizes, num_ranks)
-        most = round_bytes // next(iter(matrices.values())).like.element_size()
-        self.rounds = plan_rounds(self.owners, sizes, num_ranks, most)
+        self.rounds = plan_rounds(self.owners, sizes, num_ranks, round_bytes // like.element_size())
+        # Of the others' matrices nobody here needs to know who keeps what.
+        self._held = {label: tuple(held[label]) for label in self.owned if ranks is not None}
 
     @property
     def owned(self) -> tuple[str, ...]:
         """The matrices that this rank updates."""
-        rank = 0 if self._data is None else self._data.rank
-        return tuple(name for name, owner in self.owners.items() if owner == rank)
+        rank = 0 if self._ranks is None else self._ranks.rank
+        return tuple(label for label, owner in self.owners.items() if owner == rank)
 
     def update(self, update: Update) -> None:
         """Let owners update their matrices and every rank have its updated pieces."""
-        if self._data is None:
-            for share in self.rounds:
-                self._update_here(share, update)
-            return
         for share in self.rounds:
-            self._update_round(share, self._data, update)
+            if self._ranks is None:
+                self._update_here(share, update)
+            else:
+                self._update_round(share, self._ranks, update)
 
     def _update_here(self, share: Round, update: Update) -> None:
         weights: dict[str, torch.Tensor] = {}
         gradients: dict[str, torch.Tensor] = {}
-        for name in share.owned[0]:
-            matrix = self.matrices[name]
-            shape = matrix.spec.local_shape
-            assert matrix.parameter is not None
-            weights[name] = matrix.parameter.detach().view(shape)
-            gradients[name] = _gradient(matrix).view(shape)
+        for label in share.owned[0]:
+            matrix = self.matrices[label]
+            weights[label] = matrix.whole(matrix.weight())
+            gradients[label] = matrix.whole(matrix.gradient())
         update(weights, gradients)
+        for label, weight in weights.items():
+            self.matrices[label].put_back(weight)
 
-    def _update_round(self, share: Round, data: Communicator, update: Update) -> None:
-        mine = share.owned[data.rank]
-        kept = [[self.matrices[name].ranges[data.rank] for name in names] for names in share.owned]
+    def _update_round(self, share: Round, ranks: Communicator, update: Update) -> None:
+        mine = share.owned[ranks.rank]
         outgoing = [
-            [part for name in names for part in self._kept_parts(name)] for names in share.owned
+            [part for label in labels for part in self._kept_parts(label)] for labels in share.owned
         ]
-        sizes = [2 * sum(stop - start for start, stop in ranges) for ranges in kept]
+        sizes = [
+            2 * sum(self.matrices[label].num_kept for label in labels) for labels in share.owned
+        ]
         # Every rank's two parts of each of my matrices, the gradient's and the weight's.
-        incoming = [2 * sum(self._held(name, rank) for name in mine) for rank in range(data.size)]
-        received = _swap(data, outgoing, sizes, incoming, self._like)
-        whole = {name: self._new_whole(name) for name in mine}
+        incoming = [2 * self._count(mine, rank) for rank in range(ranks.size)]
+        received = _swap(ranks, outgoing, sizes, incoming, self.like)
+        gradients = {label: self._new_whole(label) for label in mine}
+        weights = {label: self._new_whole(label) for label in mine}
         at = 0
-        for rank in range(data.size):
-            for name in mine:
-                start, stop = self.matrices[name].ranges[rank]
-                for tensor in whole[name]:
-                    tensor[start:stop] = received[at : at + stop - start]
-                    at += stop - start
+        for rank in range(ranks.size):
+            for label in mine:
+                for whole in (gradients[label], weights[label]):
+                    for box in self._held[label][rank]:
+                        part = received[at : at + box.numel]
+                        whole[box.slices] = part.view(box.shape)
+                        at += box.numel
         del received, outgoing
-        shapes = {name: self.matrices[name].spec.local_shape for name in mine}
-        update(
-            {name: whole[name][1].view(shapes[name]) for name in mine},
-            {name: whole[name][0].view(shapes[name]) for name in mine},
-        )
-        self._hand_back(share, data, {name: weight for name, (_, weight) in whole.items()})
+        update(weights, gradients)
+        self._hand_back(share, ranks, weights)
 
     def _hand_back(
-        self, share: Round, data: Communicator, weights: Mapping[str, torch.Tensor]
+        self, share: Round, ranks: Communicator, weights: Mapping[str, torch.Tensor]
     ) -> None:
         outgoing = [
-            [weights[name][slice(*self.matrices[name].ranges[rank])] for name in weights]
-            for rank in range(data.size)
+            [
+                weight[box.slices].reshape(-1)
+                for label, weight in weights.items()
+                for box in self._held[label][rank]
+            ]
+            for rank in range(ranks.size)
         ]
-        sizes = [sum(self._held(name, rank) for name in weights) for rank in range(data.size)]
-        incoming = [sum(self._held(name, data.rank) for name in names) for names in share.owned]
-        received = _swap(data, outgoing, sizes, incoming, self._like)
+        sizes = [self._count(tuple(weights), rank) for rank in range(ranks.size)]
+        incoming = [
+            sum(self.matrices[label].num_kept for label in labels) for labels in share.owned
+        ]
+        received = _swap(ranks, outgoing, sizes, incoming, self.like)
         at = 0
-        for name in (name for names in share.owned for name in names):
-            parameter = self.matrices[name].parameter
-            if parameter is not None:
-                part = received[at : at + parameter.numel()]
-                parameter.detach().view(-1).copy_(part)
-                at += parameter.numel()
+        for label in (label for labels in share.owned for label in labels):
+            matrix = self.matrices[label]
+            for start, stop in matrix.runs:
+                matrix.weight()[start:stop] = received[at : at + stop - start]
+                at += stop - start
 
-    def _kept_parts(self, name: str) -> list[torch.Tensor]:
-        matrix = self.matrices[name]
-        if matrix.parameter is None:
+    def _kept_parts(self, label: str) -> list[torch.Tensor]:
+        matrix = self.matrices[label]
+        if not matrix.runs:
             return []
-        return [_gradient(matrix).reshape(-1), matrix.parameter.detach().view(-1)]
+        return [
+            flat[start:stop]
+            for flat in (matrix.gradient(), matrix.weight())
+            for start, stop in matrix.runs
+        ]
 
-    def _held(self, name: str, rank: int) -> int:
-        start, stop = self.matrices[name].ranges[rank]
-        return stop - start
+    def _count(self, labels: Sequence[str], rank: int) -> int:
+        return sum(box.numel for label in labels for box in self._held[label][rank])
 
-    def _new_whole(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        numel = self.matrices[name].spec.total
-        return self._like.new_empty(numel), self._like.new_empty(numel)
-
-    @property
-    def _like(self) -> torch.Tensor:
-        return next(iter(self.matrices.values())).like
-
-
-def _gradient(matrix: Matrix) -> torch.Tensor:
-    assert matrix.parameter is not None
-    assert matrix.parameter.grad is not None
-    return matrix.parameter.grad.detach()
+    def _new_whole(self, label: str) -> torch.Tensor:
+        return self.like.new_empty(self.matrices[label].shape)
 
 
 def _swap(
-    data: Communicator,
+    ranks: Communicator,
     outgoing: Sequence[Iterable[torch.Tensor]],
     sizes: Sequence[int],
     incoming: Sequence[int],
@@ -160,5 +148,5 @@ def _swap(
     received = like.new_empty(sum(incoming))
     parts = [part for parts in outgoing for part in parts]
     sent = torch.cat(parts) if parts else like.new_empty(0)
-    data.all_to_all(received, sent, list(incoming), list(sizes)).wait()
+    ranks.all_to_all(received, sent, list(incoming), list(sizes)).wait()
     return received

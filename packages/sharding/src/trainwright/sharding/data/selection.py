@@ -12,8 +12,8 @@ from torch import nn
 
 from trainwright.collectives import ShardSpec
 from trainwright.sharding.data.lifecycle import DataParallel
+from trainwright.sharding.data.parameters import ModelParameter
 from trainwright.sharding.errors import ShardingError
-from trainwright.sharding.placement import placements_of
 
 Rule: TypeAlias = Callable[[ShardSpec], bool]
 """Chooses by a parameter as the plain model has it: ``spec.name``, ``spec.global_shape``."""
@@ -42,25 +42,11 @@ class KnownParameters:
 
     @classmethod
     def of(cls, parallel: DataParallel) -> KnownParameters:
-        """Read them from the module and its placements."""
+        """Return those of this rank's module, also where it keeps nothing of them."""
         module = parallel.module
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        specs = {
-            name: ShardSpec.of_boxes(
-                name, placement.global_shape, placement.boxes, placement.replicated_axes
-            )
-            for name, placement in placements_of(module).items()
-        }
-        for name, piece in parallel.pieces.items():
-            # Placements that were given to data_parallel() count, where this rank knows of them.
-            spec = piece.spec
-            specs[name] = attrs.evolve(spec, start=0, stop=spec.total)
         return cls(
-            {
-                name: specs[name]
-                for name, parameter in module.named_parameters()
-                if parameter.requires_grad and parameter.numel() > 0
-            },
+            {name: entry.spec for name, entry in trained_parameters(parallel).items()},
             {
                 name: names[id(parameter)]
                 for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -116,3 +102,16 @@ def _is_named(member: object) -> TypeGuard[tuple[str, torch.Tensor]]:
         and isinstance(member[0], str)
         and isinstance(member[1], torch.Tensor)
     )
+
+
+def trained_parameters(parallel: DataParallel) -> dict[str, ModelParameter]:
+    """Return the trainable parameters that have elements in the plain model, by name.
+
+    The same names on every rank of a pipeline stage, also where a rank keeps nothing of them.
+    """
+    known = parallel._flat.parameters  # of what is kept elsewhere nothing else knows
+    return {
+        entry.name: entry
+        for entry in known
+        if entry.trained and 0 not in entry.placement.global_shape
+    }

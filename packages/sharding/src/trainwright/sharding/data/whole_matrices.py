@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainwright.collectives import Communicator, ShardSpec
-from trainwright.sharding.data.axes import DataAxes
+from trainwright.collectives import ShardSpec
 from trainwright.sharding.data.errors import LifecycleError
-from trainwright.sharding.data.layout import GroupLayout
 from trainwright.sharding.data.lifecycle import DataParallel
-from trainwright.sharding.data.matrix_exchange import Fleet, Matrix
-from trainwright.sharding.data.ownership import piece_spec_on
+from trainwright.sharding.data.matrix_parts import Matrix
+from trainwright.sharding.data.matrix_plan import plan_fleets
 from trainwright.sharding.data.selection import KnownParameters, Selection
-from trainwright.sharding.errors import NotAvailableError, ShardingError
-from trainwright.sharding.mesh.shape import DENSE_AXES, EXPERT_AXES
+from trainwright.sharding.errors import ShardingError
 
 MatrixOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer of the parameters given, here always one whole matrix."""
 
 
 class WholeMatrices(torch.optim.Optimizer):
-    """Runs an optimizer on whole matrices, each on the one data rank that owns it.
+    """Runs an optimizer on whole matrices, each on the one rank that owns it.
 
     ``step()`` collects each matrix and its gradient at its owner, which updates it and hands the
-    pieces back; states live with the owner only. It acts on the pieces' gradients as they are:
-    clip them before. Where ranks keep their matrices whole (stage 0, one data rank) each updates
-    all of them and nothing is sent.
+    parts back; states live with the owner only. Owners are among the ranks that keep the matrix
+    between them: those over which its gradient was cut, and those of tensor or expert parallelism
+    that have other parts of it. It acts on the pieces' gradients as they are: clip them before.
+    Where ranks keep their matrices whole (stage 0, one data rank) each updates all of them and
+    nothing is sent.
 
     It is a `torch.optim.Optimizer` with one parameter group, this rank's pieces: LR schedulers and
     ``zero_grad()`` work on it. Every matrix has an optimizer of its own, so that step counters,
@@ -41,17 +40,19 @@ class WholeMatrices(torch.optim.Optimizer):
             ``lambda spec: len(spec.global_shape) == 2``.
         factory: Makes the optimizer of one matrix, for instance
             ``functools.partial(torch.optim.Muon, lr=0.02)``.
+        stacked: Take a parameter of more than two dims, such as all experts' weights, for a stack
+            of matrices, each with an optimizer of its own; else it is one whole of its own shape.
         round_bytes: Owners hold about this many bytes of whole weights at once, at least one
             matrix, as many of gradients, and twice that in messages.
 
     Raises:
-        ShardingError: A name is unknown, or nothing was chosen.
-        NotAvailableError: A matrix is cut by tensor or expert parallelism: this rank's data ranks
-            do not hold the whole of it between them.
+        ShardingError: A name is unknown, nothing was chosen, or the ranks do not keep each element
+            of a matrix once.
 
     Communicates:
-        In ``step()``, over the data ranks, rounds of two all-to-alls; in all a rank sends
-        3 (N-1)/N of the matrices' elements it keeps, and receives as much.
+        At first, over each set of ranks that keep matrices between them, two all-gathers of some
+        tens of bytes a matrix. In ``step()`` rounds of two all-to-alls over them; in all a rank
+        sends 3 (N-1)/N of the matrices' elements it keeps, and receives as much.
     """
 
     def __init__(
@@ -60,30 +61,30 @@ class WholeMatrices(torch.optim.Optimizer):
         matrices: Selection,
         factory: MatrixOptimizer,
         *,
+        stacked: bool = False,
         round_bytes: int = 64 * 2**20,
     ) -> None:
-        known = KnownParameters.of(parallel)
-        names = known.select(matrices, "WholeMatrices")
+        names = KnownParameters.of(parallel).select(matrices, "WholeMatrices")
         if not names:
             raise ShardingError("WholeMatrices was given no trainable parameter")
-        specs = {name: known.trained[name] for name in names}
-        _check_whole(names, parallel)
         self._parallel = parallel
-        self._specs = specs
-        self._fleets = _make_fleets(parallel, specs, round_bytes)
-        found = {name: m for fleet in self._fleets for name, m in fleet.matrices.items()}
+        self._names = tuple(names)
+        self._fleets = plan_fleets(parallel, names, stacked=stacked, round_bytes=round_bytes)
         self._parts: dict[str, nn.Parameter] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        for name in (name for fleet in self._fleets for name in fleet.owned):
-            self._parts[name] = _absent(found[name])
-            self._optimizers[name] = factory([self._parts[name]])
-        first = next(iter(found.values()))
-        template = next(iter(self._optimizers.values()), None) or factory([_absent(first)])
+        for fleet in self._fleets:
+            for label in fleet.owned:
+                self._parts[label] = _absent(fleet.matrices[label], fleet.like)
+                self._optimizers[label] = factory([self._parts[label]])
+        template = next(iter(self._optimizers.values()), None)
+        if template is None:
+            fleet = self._fleets[0]
+            template = factory([_absent(next(iter(fleet.matrices.values())), fleet.like)])
         self._pushed = _options(template.param_groups[0])
-        kept = {name: found[name].parameter for name in names}
+        kept = [name for name in names if name in parallel.pieces]
         group: dict[str, Any] = {
-            "params": [parameter for parameter in kept.values() if parameter is not None],
-            "param_names": [name for name, parameter in kept.items() if parameter is not None],
+            "params": [parallel.pieces[name].parameter for name in kept],
+            "param_names": kept,
         }
         self._built = False
         super().__init__([group], dict(self._pushed))
@@ -91,13 +92,22 @@ class WholeMatrices(torch.optim.Optimizer):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The matrices, on every rank alike."""
-        return tuple(self._specs)
+        """The parameters, on every rank of the stage alike."""
+        return self._names
 
     @property
     def owned(self) -> dict[str, ShardSpec]:
-        """The matrices whose states this rank keeps, whole, for the checkpoint."""
-        return {name: fleet.matrices[name].spec for fleet in self._fleets for name in fleet.owned}
+        """The matrices whose states this rank keeps, whole: each as a part of its parameter."""
+        return {
+            label: fleet.matrices[label].spec for fleet in self._fleets for label in fleet.owned
+        }
+
+    @property
+    def inner(self) -> dict[str, tuple[nn.Parameter, torch.optim.Optimizer]]:
+        """The optimizer of each of these matrices and what stands for the matrix in it."""
+        return {
+            label: (self._parts[label], optimizer) for label, optimizer in self._optimizers.items()
+        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: owners are planned once for all matrices."""
@@ -206,64 +216,11 @@ class WholeMatrices(torch.optim.Optimizer):
             part.grad = None
 
 
-def _check_whole(names: Sequence[str], parallel: DataParallel) -> None:
-    # By the plan, which is the same on every rank, whatever pieces a rank keeps.
-    groups = _groups_of(parallel)
-    for name in names:
-        key = groups[name].key
-        named = {*key.reduction_axes, *key.replicated_axes}
-        view = EXPERT_AXES if named & (set(EXPERT_AXES) - {"pp"}) else DENSE_AXES
-        for axis in view:
-            size = parallel.mesh.size(axis)
-            if axis != "pp" and axis not in key.replicated_axes and size > 1:
-                raise NotAvailableError(
-                    f"{name} is cut over {axis}={size}, so that no data rank's peers hold the "
-                    "whole of it; leave it to an element-wise optimizer"
-                )
-
-
-def _groups_of(parallel: DataParallel) -> dict[str, GroupLayout]:
-    return {
-        part.name: group
-        for group in parallel.layout
-        for bucket in group.buckets
-        for part in bucket.parameters
-    }
-
-
-def _absent(matrix: Matrix) -> nn.Parameter:
+def _absent(matrix: Matrix, like: torch.Tensor) -> nn.Parameter:
     """Return a stand-in for a whole matrix that takes no memory and cannot be written."""
-    value = torch.full((), torch.nan, dtype=matrix.like.dtype, device=matrix.like.device)
-    return nn.Parameter(value.expand(matrix.spec.local_shape))
+    value = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
+    return nn.Parameter(value.expand(matrix.shape))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _make_fleets(
-    parallel: DataParallel, specs: Mapping[str, ShardSpec], round_bytes: int
-) -> list[Fleet]:
-    pieces = parallel.pieces
-    groups = _groups_of(parallel)
-    device = next(parallel.module.parameters()).device
-    axes = DataAxes(parallel.mesh, stage=1)  # where anything is cut at all
-    fleets: dict[tuple[object, ...], dict[str, Matrix]] = {}
-    data: dict[tuple[object, ...], Communicator | None] = {}
-    for name, spec in specs.items():
-        group = groups[name]
-        cut = group.num_ranks > 1
-        key = (group.key.data_axes, group.key.master_dtype, cut)
-        data[key] = axes.data(group.key) if cut else None
-        fleets.setdefault(key, {})[name] = Matrix(
-            axes.cut(spec, group.key) if cut else spec,
-            tuple(_kept_range(group, spec, rank) for rank in range(group.num_ranks)),
-            pieces[name].parameter if name in pieces else None,
-            torch.empty(0, dtype=group.key.master_dtype, device=device),
-        )
-    return [Fleet(matrices, data[key], round_bytes) for key, matrices in fleets.items()]
-
-
-def _kept_range(group: GroupLayout, spec: ShardSpec, rank: int) -> tuple[int, int]:
-    piece = piece_spec_on([group], spec, spec.name, rank)
-    return (0, 0) if piece is None else (piece.start, piece.stop)
