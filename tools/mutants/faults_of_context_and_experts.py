@@ -43,11 +43,11 @@ FAULTS_OF_CONTEXT_AND_EXPERTS = (
         EVALUATED,
     ),
     Fault(
-        "every context rank's draw of a token is added up",
+        "every tensor-parallel rank's draw of a token is added up",
         f"{INTEGRATION}/generation.py",
-        "    if output_BSV is not None and len(here):\n",
-        "    if output_BSV is not None:\n        here = here if len(here) else here.new_zeros(1)\n",
-        EVALUATED,
+        'parts.counts_tokens > 0 and mesh.coordinate("tp") == 0',
+        "parts.counts_tokens > 0",
+        ("tests/test_generation.py",),
     ),
     Fault(
         "the balance loss counts the choices of this rank's part of a sequence alone",

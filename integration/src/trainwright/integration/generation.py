@@ -1,103 +1,135 @@
 """Text from the model as it stands, in any layout."""
 
-# Shapes: S sequence, D model, V vocabulary.
+# Shapes: B rows of this rank, N rows of all, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+
 import torch
-import torch.nn.functional as F
 
-from trainwright.collectives import random
-from trainwright.integration.model import DecoderStage
-from trainwright.integration.model.blocks import at_least_float32
-from trainwright.integration.parts import Parts, whole_weights
-from trainwright.integration.sharded import sequence_part
-from trainwright.integration.stepping import local_positions
+from trainwright.integration.decoding import Decoder, decoder_of
+from trainwright.integration.errors import ConfigError
+from trainwright.integration.model_parts import ModelParts
+from trainwright.integration.sampling import Sampling
+
+SEPARATOR = 0
+"""Token that stands between files where tokens are bytes; it is no byte of text."""
 
 
-@torch.no_grad()
+class GenerationError(RuntimeError):
+    """The model says nothing of what comes next: its logits are not numbers."""
+
+
 def generate(
-    parts: Parts,
+    parts: ModelParts,
     prompt: bytes,
     num_bytes: int,
     temperature: float = 0.8,
 ) -> bytes:
     """Return ``num_bytes`` sampled bytes that continue ``prompt``; every rank gets the same.
 
-    Each byte is drawn by place, from (seed, its position), so that the text does not depend on the
-    layout. The context is the last ``sequence_length`` bytes; there is no cache.
-
-    Communicates: for each byte the boundary tensors of one sequence, an all-gather of one
-    position's logits over tp, a broadcast of one token over pp and its sum over cp. Data ranks
-    work alike. Stage 3: the weights of this pipeline stage are gathered once, or unit by unit for
-    each byte.
+    See `continuations`.
     """
-    context = list(prompt)
-    device = parts.mesh.world.device
-    with whole_weights(parts):
-        for position in range(num_bytes):
-            window = context[-parts.config.sequence_length :]
-            tokens_BS = torch.tensor([window], dtype=torch.int64, device=device)
-            context.append(_next_token(parts, tokens_BS, position, temperature))
-    return bytes(context[len(prompt) :])
+    sampling = Sampling(temperature, seed=parts.config.seed, banned=frozenset({SEPARATOR}))
+    drawn = continuations(parts, [prompt], num_bytes, sampling)
+    return bytes(token for tokens in drawn for token in tokens if token is not None)
 
 
-def _next_token(parts: Parts, tokens_BS: torch.Tensor, position: int, temperature: float) -> int:
-    last = tokens_BS.shape[1] - 1
-    part = sequence_part(parts.config, parts.mesh)
-    positions_S = torch.arange(last + 1, device=tokens_BS.device)
-    if _cuts_positions(parts):
-        # Ranks have fixed parts of the positions; what follows a position does not change it.
-        tokens_BS = F.pad(tokens_BS, (0, parts.config.sequence_length - tokens_BS.shape[1]))
-        tokens_BS, positions_S = part.take(tokens_BS), part.positions()
-    output_BSV = _through_stages(parts, tokens_BS, positions_S)
-    chosen = torch.zeros(1, dtype=torch.int64, device=tokens_BS.device)
-    ranks = parts.executor.schedule.rank_of_stage
-    here = (positions_S == last).nonzero()
-    if output_BSV is not None and len(here):
-        stage = parts.model.stages[len(ranks) - 1]
-        local_V = at_least_float32(output_BSV[0, int(here)]).contiguous()
-        logits_V = stage.layers.join_vocabulary(local_V, stage.shape.vocabulary)
-        # Zero separates files and is no byte of text.
-        logits_V[0] = float("-inf")
-        steps = torch.softmax(logits_V.double() / temperature, 0).cumsum(0)
-        key = random.Key(parts.config.seed, "sample", position)
-        draw = random.uniform(key, (1,), dtype=torch.float64, device=steps.device)
-        chosen = torch.searchsorted(steps, draw).clamp_(max=len(steps) - 1)
-    parts.mesh.communicator("pp").broadcast(chosen, ranks[-1]).wait()
-    # The context rank that has the last position has drawn; the others bring zero.
-    parts.mesh.communicator("cp").all_reduce(chosen).wait()
-    return int(chosen)
+@torch.no_grad()
+def continuations(
+    parts: ModelParts,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    sampling: Sampling,
+    *,
+    stop: Collection[int] = (),
+    window: int | None = None,
+    cached: bool = True,
+) -> Iterator[list[int | None]]:
+    """Yield the next token of every prompt, up to ``num_tokens`` times, the same on every rank.
+
+    Tokens are drawn by place, so that the text does not depend on the layout. All ranks ask for
+    all of it together, or stop asking together.
+
+    A model sees the last ``window`` tokens of a row. While the longest row fits, each step reads
+    one token a row; from then on each reads the whole windows of all rows anew, since what a
+    position holds depends on all before it.
+
+    Args:
+        parts: the model.
+        prompts: token ids, at least one each.
+        num_tokens: at most so many.
+        sampling: the rule.
+        stop: tokens that end a row; they are yielded.
+        window: None takes the length of the sequences that the model is trained on.
+        cached: whether keys and values are kept; False reads whole windows at each step.
+
+    Yields:
+        A token for each prompt; None for a row that has ended.
+
+    Raises:
+        ConfigError: a prompt is empty.
+        GenerationError: logits are not numbers; on every rank.
+
+    Communicates: what `Decoder` does, forwards only, and for each token one all-reduce over the
+        world of 8 bytes a prompt. Data and context ranks take turns with the prompts. Stage 3: the
+        weights are gathered once.
+    """
+    if not prompts or not all(prompts):
+        raise ConfigError("a prompt must have at least one token, got none")
+    window = window or parts.config.sequence_length
+    rows = _Rows(parts, prompts)
+    capacity = min(window, max(len(prompt) for prompt in prompts) + num_tokens)
+    ended = [False] * len(prompts)
+    with decoder_of(parts, capacity) as decoder:
+        for step in range(num_tokens):
+            logits_BV = rows.read(decoder, window, anew=step == 0 or not cached)
+            chosen = rows.agree(logits_BV, sampling, step)
+            if min(chosen) < 0:
+                raise GenerationError(
+                    f"the model's logits are not finite numbers after {step} tokens; its weights "
+                    "are damaged, or overflow in the dtype of the run"
+                )
+            rows.append(chosen)
+            told = [None if over else token for token, over in zip(chosen, ended, strict=True)]
+            ended = [over or token in stop for token, over in zip(chosen, ended, strict=True)]
+            yield told
+            if all(ended):
+                return
 
 
-def _cuts_positions(parts: Parts) -> bool:
-    return parts.config.sequence_parallel or parts.config.mesh.cp > 1
+class _Rows:
+    """All rows, and which of them this rank reads."""
 
+    def __init__(self, parts: ModelParts, prompts: Sequence[Sequence[int]]) -> None:
+        mesh = parts.mesh
+        self._world = mesh.world
+        self._tokens = [list(prompt) for prompt in prompts]
+        ranks = mesh.size("dp") * mesh.size("cp")
+        rank = mesh.coordinate("dp") * mesh.size("cp") + mesh.coordinate("cp")
+        self._mine = list(range(rank, len(prompts), ranks))
+        # Filled up with the first one: ranks that share experts compute together, on equally many.
+        spare = -(-len(prompts) // ranks) - len(self._mine)
+        self._read = self._mine + [0] * spare
+        self._speaks = parts.counts_tokens > 0 and mesh.coordinate("tp") == 0
 
-def _through_stages(
-    parts: Parts, tokens_BS: torch.Tensor, positions_S: torch.Tensor
-) -> torch.Tensor | None:
-    """Run one sequence through all stages; return the logits on the rank of the last one."""
-    pipeline = parts.mesh.communicator("pp")
-    ranks = parts.executor.schedule.rank_of_stage
-    hidden_BSD: torch.Tensor | None = None
-    for number, stage in sorted(parts.model.stages.items()):
-        if number > 0 and ranks[number - 1] != pipeline.rank:
-            hidden_BSD = _new_hidden(parts, stage, tokens_BS)
-            pipeline.recv(hidden_BSD, ranks[number - 1]).wait()
-        hidden_BSD = stage(hidden_BSD, tokens_BS=tokens_BS, positions_S=positions_S)
-        if stage.is_last:
-            return hidden_BSD
-        if ranks[number + 1] != pipeline.rank:
-            assert hidden_BSD is not None
-            pipeline.send(hidden_BSD.contiguous(), ranks[number + 1]).wait()
-    return None
+    def read(self, decoder: Decoder, window: int, *, anew: bool) -> torch.Tensor | None:
+        rows = [self._tokens[row] for row in self._read]
+        lengths = {len(row) for row in rows}
+        if anew or max(lengths) > window or len(lengths) > 1:
+            return decoder.read([row[-window:] for row in rows])
+        return decoder.advance([row[-1] for row in rows], [len(row) - 1 for row in rows])
 
+    def agree(self, logits_BV: torch.Tensor | None, sampling: Sampling, step: int) -> list[int]:
+        """Return the next token of every row, which the ranks with logits have drawn."""
+        chosen_N = torch.zeros(len(self._tokens), dtype=torch.int64, device=self._world.device)
+        if logits_BV is not None and self._mine and self._speaks:
+            mine_B = torch.tensor(self._mine, device=self._world.device)
+            chosen_N[mine_B] = sampling.draw(logits_BV[: len(mine_B)], mine_B, step)
+        self._world.all_reduce(chosen_N).wait()
+        return [int(token) for token in chosen_N.tolist()]
 
-def _new_hidden(parts: Parts, stage: DecoderStage, tokens_BS: torch.Tensor) -> torch.Tensor:
-    positions = tokens_BS.shape[1]
-    if _cuts_positions(parts):
-        positions = local_positions(parts.config, parts.mesh)
-    matrices = (p.dtype for p in stage.parameters() if p.dim() > 1)
-    shape = (len(tokens_BS), positions, stage.shape.width)
-    return torch.empty(shape, dtype=next(matrices), device=tokens_BS.device)
+    def append(self, chosen: Sequence[int]) -> None:
+        for row, token in zip(self._tokens, chosen, strict=True):
+            row.append(token)
