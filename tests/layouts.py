@@ -37,7 +37,7 @@ def steps_in_layout(
 ) -> list[Outcome]:
     """Load serial states into a layout of rank threads, make a step after each, join the ranks."""
 
-    ranks = LocalWorld(config.mesh.world_size, timeout_s=60.0).run(
+    ranks = LocalWorld(config.parallel.mesh.world_size, timeout_s=60.0).run(
         steps_of_rank, config, shape, states
     )
     return join_steps(ranks)
@@ -47,7 +47,7 @@ def steps_in_processes(
     config: RunConfig, shape: ModelShape, states: Sequence[Snapshot]
 ) -> Mapping[str, list[Outcome]]:
     """Do what `steps_in_layout` does in processes, over Gloo and then over shared memory."""
-    world_size = config.mesh.world_size
+    world_size = config.parallel.mesh.world_size
     ranks = run_processes(_over_each, world_size, config, shape, states, timeout_s=150.0)
     return {name: join_steps([rank[name] for rank in ranks]) for name in ranks[0]}
 
@@ -82,7 +82,7 @@ def trajectory(config: RunConfig, shape: ModelShape) -> list[StepRecord]:
         train(parts, parts.start(), [records.append])
         return records
 
-    return LocalWorld(config.mesh.world_size, timeout_s=60.0).run(work)[0]
+    return LocalWorld(config.parallel.mesh.world_size, timeout_s=60.0).run(work)[0]
 
 
 def observe_gradients(parts: Parts) -> dict[str, torch.Tensor]:
@@ -131,7 +131,7 @@ def load_snapshot(parts: Parts, before: Snapshot) -> Progress:
             _fill(state[moment], piece.spec, values[name])
         state["step"].fill_(float(before.step))
     parts.model.publish()
-    parts.feed.load_state_dict({"consumed": before.step * parts.config.global_batch})
+    parts.feed.load_state_dict({"consumed": before.step * parts.config.batch.global_batch})
     return attrs.evolve(parts.start(), step=before.step, updates=before.step)
 
 

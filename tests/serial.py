@@ -48,10 +48,10 @@ def text() -> Corpus:
 
 def settings(**changes: object) -> RunConfig:
     """Return the settings of the law's runs: the default learning rate, few short sequences."""
-    base = RunConfig(
+    base = RunConfig.of(
         steps=51, global_batch=24, microbatches=1, sequence_length=17, warmup=5, sample_bytes=0
     )
-    return attrs.evolve(base, **changes)
+    return base.evolve(**changes)
 
 
 @attrs.frozen(eq=False)
@@ -84,14 +84,14 @@ class SerialRun:
         self.model.to(torch.float64 if config.dtype == "float64" else torch.float32)
         initialize_(self.model, placements_of(self.model), shape, config.seed)
         self.reader = Reader(
-            text().train, config.sequence_length, config.global_batch, seed=config.seed
+            text().train, config.batch.sequence_length, config.batch.global_batch, seed=config.seed
         )
         named = dict(self.model.named_parameters())
         matrices = [p for p in named.values() if p.dim() > 1]
         vectors = [p for p in named.values() if p.dim() < 2]
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": matrices, "weight_decay": config.weight_decay},
+                {"params": matrices, "weight_decay": config.optimizer.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
             ],
             betas=(0.9, 0.95),
@@ -121,7 +121,7 @@ class SerialRun:
                 "exp_avg_sq": state.second_moments[name].to(parameter.dtype),
             }
         self.step_index = state.step
-        self.reader.load_state_dict({"consumed": state.step * self.config.global_batch})
+        self.reader.load_state_dict({"consumed": state.step * self.config.batch.global_batch})
 
     def step(self) -> Outcome:
         """Make one step."""
@@ -139,7 +139,7 @@ class SerialRun:
         gradients = {n: p.grad for n, p in self.named.items()}
         squares = [g.double().square().sum() for g in gradients.values() if g is not None]
         norm = math.sqrt(float(torch.stack(squares).sum()))
-        factor = min(1.0, self.config.clip / (norm + 1e-6))
+        factor = min(1.0, self.config.optimizer.clip / (norm + 1e-6))
         for gradient in gradients.values():
             gradient.mul_(factor)
         for group in self.optimizer.param_groups:
@@ -158,7 +158,7 @@ class SerialRun:
 
 def learning_rate(config: RunConfig, step: int) -> float:
     """Return the rate of an update: linear warm-up, then a cosine down to a tenth of the peak."""
-    peak, warmup, total = config.lr, config.warmup, config.steps
+    peak, warmup, total = config.optimizer.lr, config.rate.warmup, config.steps
     if step < warmup:
         return peak * (step + 1) / warmup
     share = (step - warmup) / (total - warmup)

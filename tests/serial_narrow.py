@@ -39,8 +39,8 @@ class NarrowSerialRun(SerialRun):
     """
 
     def __init__(self, shape: ModelShape, config: RunConfig, loss_scale: float = 1.0) -> None:
-        one = attrs.evolve(config, microbatches=1)
-        super().__init__(shape, one, splits=config.mesh.dp * config.microbatches)
+        one = config.evolve(microbatches=1)
+        super().__init__(shape, one, splits=config.parallel.mesh.dp * config.batch.microbatches)
         self.loss_scale = loss_scale
         self.masters = {name: weight.detach().clone() for name, weight in self.named.items()}
         dtypes = policy(config.dtype, keep_fp32=("*norm.weight",))
@@ -59,7 +59,7 @@ class NarrowSerialRun(SerialRun):
         for name, weight in self.named.items():
             weight.copy_(state.weights[name])
         self.step_index = state.step
-        self.reader.load_state_dict({"consumed": state.step * self.config.global_batch})
+        self.reader.load_state_dict({"consumed": state.step * self.config.batch.global_batch})
 
     def step(self) -> Outcome:
         """Make one step; `scales` are those of the next."""
@@ -76,7 +76,7 @@ class NarrowSerialRun(SerialRun):
         gradients = {name: weight.grad / self.loss_scale for name, weight in self.named.items()}
         squares = [gradient.double().square().sum() for gradient in gradients.values()]
         norm = math.sqrt(float(torch.stack(squares).sum()))
-        factor = min(1.0, self.config.clip / (norm + 1e-6))
+        factor = min(1.0, self.config.optimizer.clip / (norm + 1e-6))
         clipped = {name: gradient * factor for name, gradient in gradients.items()}
         for weight in self.named.values():
             weight.grad = None
@@ -90,9 +90,10 @@ class NarrowSerialRun(SerialRun):
 
     def _updated(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         weights = {n: torch.nn.Parameter(w.clone()) for n, w in self.before.weights.items()}
+        decay = self.config.optimizer.weight_decay
         optimizer = torch.optim.AdamW(
             [
-                {"params": [w], "weight_decay": self.config.weight_decay if w.dim() > 1 else 0.0}
+                {"params": [w], "weight_decay": decay if w.dim() > 1 else 0.0}
                 for w in weights.values()
             ],
             lr=learning_rate(self.config, self.before.step),

@@ -25,11 +25,11 @@ def outcome(config: RunConfig) -> tuple[float, bytes]:
 
     def work(world: Communicator) -> tuple[float, bytes]:
         parts = assemble(config, world, text(), SHAPE)
-        tokens, labels = evenly_spaced(text().held_out, config.sequence_length, 5)
+        tokens, labels = evenly_spaced(text().held_out, config.batch.sequence_length, 5)
         labels[2, 3:9] = -100
         return evaluate(parts, tokens, labels), generate(parts, b"Licensor", 12)
 
-    results = set(LocalWorld(config.mesh.world_size, timeout_s=60.0).run(work))
+    results = set(LocalWorld(config.parallel.mesh.world_size, timeout_s=60.0).run(work))
     assert len(results) == 1
     return results.pop()
 

@@ -55,7 +55,7 @@ def said_in(config: RunConfig, shape: ModelShape, prompts: Sequence[bytes], **op
         tokens = list(continuations(parts, prompts, NUM_TOKENS, watched, **options))
         return tokens, watched.seen
 
-    ranks = LocalWorld(config.mesh.world_size, timeout_s=60.0).run(work)
+    ranks = LocalWorld(config.parallel.mesh.world_size, timeout_s=60.0).run(work)
     tokens = ranks[0][0]
     assert all(other == tokens for other, _ in ranks)
     seen = {place: logits for _, each in ranks for place, logits in each.items()}

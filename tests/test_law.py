@@ -23,9 +23,10 @@ from tests.serial import (
 )
 from tests.serial_runs import STEPS, serial_history, serial_steps
 from trainwright.collectives import Communicator, LocalWorld
-from trainwright.integration.config import CONTEXTS, SCHEDULES, RunConfig
+from trainwright.integration.config import RunConfig
 from trainwright.integration.model import ModelShape
 from trainwright.integration.parts import assemble
+from trainwright.integration.settings.parallel import CONTEXTS, SCHEDULES
 
 STEP_TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 TRAJECTORY_TOLERANCE = 1e-10
@@ -215,8 +216,8 @@ def _name(layout: str) -> str:
 
 
 def shape_of(config: RunConfig) -> ModelShape:
-    base = GROUPED if config.shape.experts is None else SPARSE
-    return attrs.evolve(base, tied=config.shape.tied)
+    base = GROUPED if config.model.shape.experts is None else SPARSE
+    return attrs.evolve(base, tied=config.model.shape.tied)
 
 
 def assert_same_steps(config: RunConfig, steps: Sequence[int] = STEPS) -> None:
@@ -280,7 +281,7 @@ def adamw(before: Snapshot, name: str, gradient: torch.Tensor, config: RunConfig
     second = 0.95 * before.second_moments[name] + 0.05 * gradient.square()
     unbiased_first = first / (1 - 0.9 ** (before.step + 1))
     unbiased_second = second / (1 - 0.95 ** (before.step + 1))
-    decay = config.weight_decay if weight.dim() > 1 else 0.0
+    decay = config.optimizer.weight_decay if weight.dim() > 1 else 0.0
     return weight * (1 - lr * decay) - lr * unbiased_first / (unbiased_second.sqrt() + 1e-8)
 
 
@@ -341,7 +342,7 @@ def test_one_step_in_every_layout_is_the_serial_step(
     layout: str, variant: dict[str, object]
 ) -> None:
     config = settings(layout=layout, dtype="float64", **variant)
-    if config.global_batch % (config.mesh.dp * config.microbatches):
+    if config.batch.global_batch % (config.parallel.mesh.dp * config.batch.microbatches):
         pytest.skip("24 sequences cannot be shared out so; refused, see test_settings")
     assert_same_steps(config)
 
@@ -476,7 +477,7 @@ def assert_same_trajectory(config: RunConfig) -> None:
     serial run is from itself where that alone is as much; in float32 Adam makes whole steps of
     rounding noise, and the serial run itself is further than 1e-5 from itself.
     """
-    shape = shape_of(config)
+    shape, layout = shape_of(config), config.parallel.layout
     serial = serial_history(config.dtype, shape)
     others = [serial_history(config.dtype, shape, splits) for splits in SPLITS]
 
@@ -491,7 +492,7 @@ def assert_same_trajectory(config: RunConfig) -> None:
         bound = max(20 * itself, TRAJECTORY_FLOOR[config.dtype])
         if config.dtype == "float64":
             bound = min(bound, max(TRAJECTORY_TOLERANCE, 2 * itself))
-        print(f"{config.layout} {config.dtype} {what}: {apart:.1e}, serial itself {itself:.1e}")
+        print(f"{layout} {config.dtype} {what}: {apart:.1e}, serial itself {itself:.1e}")
         assert apart <= bound, (what, apart, itself)
 
 
@@ -517,7 +518,7 @@ def test_of_a_split_backward_only_norms_and_embedding_are_not_taken_apart(
         result = parts.executor.step(batch.inputs, divisor=batch.divisor)
         return result.whole_backwards, set(result.unsplit)
 
-    for whole, unsplit in LocalWorld(config.mesh.world_size, timeout_s=60.0).run(work):
+    for whole, unsplit in LocalWorld(config.parallel.mesh.world_size, timeout_s=60.0).run(work):
         assert whole == 0
         assert all("norm" in name or "embed_tokens" in name for name in unsplit)
         assert unsplit

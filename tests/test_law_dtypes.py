@@ -68,7 +68,7 @@ UNEVEN: list[tuple[str, dict[str, object]]] = [
 
 
 def shape_for(config: RunConfig, shape: ModelShape) -> ModelShape:
-    return attrs.evolve(shape, tied=config.shape.tied)
+    return attrs.evolve(shape, tied=config.model.shape.tied)
 
 
 def steps_of_ranks(
@@ -86,7 +86,7 @@ def steps_of_ranks(
             found.append((step, {name: s for each in scales for name, s in each.items()}))
         return found
 
-    ranks = LocalWorld(config.mesh.world_size, timeout_s=120.0).run(work)
+    ranks = LocalWorld(config.parallel.mesh.world_size, timeout_s=120.0).run(work)
     outcomes = []
     for held in zip(*ranks, strict=True):
         scales: dict[str, torch.Tensor] = {}

@@ -55,7 +55,8 @@ def weights_after(
     config: RunConfig, shape: ModelShape = SHAPE
 ) -> tuple[dict[str, torch.Tensor], tuple[Intervention, ...], list[StepRecord]]:
     """Return all weights after so many updates, the journal of all ranks and rank 0's records."""
-    ranks = LocalWorld(config.mesh.world_size, timeout_s=60.0).run(rank_after, config, shape)
+    world_size = config.parallel.mesh.world_size
+    ranks = LocalWorld(world_size, timeout_s=60.0).run(rank_after, config, shape)
     return joined(ranks)
 
 
@@ -151,7 +152,7 @@ def test_a_run_that_met_a_poisoned_batch_ends_with_the_weights_of_one_that_never
 
     found, journal, records = weights_after(config)
 
-    right, nothing, _ = weights_after(attrs.evolve(config, exclude=str(exclude)))
+    right, nothing, _ = weights_after(config.evolve(exclude=str(exclude)))
     assert [entry.verdict for entry in journal] == [verdict]
     assert [record.verdict for record in records].count(verdict) == 1
     assert journal[0].left_out.spans == ((BATCH * BAD, BATCH * BAD + BATCH),)
@@ -226,7 +227,7 @@ def test_what_is_nan_on_one_data_rank_is_skipped_by_all_and_leaves_no_trace(
     exclude = tmp_path / "exclude.json"
     exclude.write_text(json.dumps([[BATCH * BAD, BATCH * BAD + BATCH]]))
     config = settings(warmup=10, **changes)
-    right, _, _ = weights_after(attrs.evolve(config, exclude=str(exclude)), shape)
+    right, _, _ = weights_after(config.evolve(exclude=str(exclude)), shape)
     batch = threading.local()
     inputs, forward = GlobalBatch.inputs, Attention.forward
 
@@ -315,7 +316,7 @@ def test_a_run_killed_after_a_rollback_resumes_before_what_it_has_taken_back(
     first = LocalWorld(2, timeout_s=60.0).run(run)
     second = LocalWorld(2, timeout_s=60.0).run(run)
 
-    right, _, _ = weights_after(attrs.evolve(config, exclude=str(exclude)))
+    right, _, _ = weights_after(config.evolve(exclude=str(exclude)))
     # Checkpoints of steps 6 and 8 held batches to blame.
     assert [began for began, _ in [*first, *second]] == [0, 0, goes_on_from, goes_on_from]
     assert [entry.back_to for entry in journals[0]] == [goes_on_from]

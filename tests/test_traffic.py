@@ -48,7 +48,7 @@ def test_a_step_gathers_and_reduces_each_weight_as_often_as_planned(
         whole = sum(group.numel for group in parts.model.layout)
         return whole, _elements(step, "all_gather"), _elements(step, "reduce_scatter")
 
-    for whole, gathered, reduced in LocalWorld(config.mesh.world_size).run(work):
+    for whole, gathered, reduced in LocalWorld(config.parallel.mesh.world_size).run(work):
         assert sum(gathered) == gathers * whole
         assert sum(reduced) == reductions * whole
 

@@ -43,8 +43,8 @@ LAYOUTS = [
 
 def _config(**changes: Any) -> RunConfig:
     # 16 sequences of 16 bytes: the second epoch begins within the third step.
-    base = RunConfig(steps=STEPS, global_batch=8, sequence_length=15, warmup=2)
-    return attrs.evolve(base, **changes)
+    base = RunConfig.of(steps=STEPS, global_batch=8, sequence_length=15, warmup=2)
+    return base.evolve(**changes)
 
 
 def _save(parts: Parts, progress: Progress, files: CrashingFiles) -> None:
@@ -68,7 +68,7 @@ def _held(parts: Parts) -> dict[str, torch.Tensor]:
 def _go_on(parts: Parts, progress: Progress, steps: int) -> list[StepRecord]:
     records: list[StepRecord] = []
     if steps:
-        settings = attrs.evolve(parts.config, steps=steps)
+        settings = parts.config.evolve(steps=steps)
         train(attrs.evolve(parts, config=settings), progress, [records.append])
     return [attrs.evolve(record, seconds=0.0) for record in records]
 
@@ -116,7 +116,7 @@ def test_a_run_stopped_after_any_step_in_any_layout_goes_on_bit_for_bit(
         _assert_equal(_held(second), _held(whole))
         assert second.scaler.state_dict()["scale"] == whole.scaler.state_dict()["scale"]
 
-    LocalWorld(config.mesh.world_size).run(work)
+    LocalWorld(config.parallel.mesh.world_size).run(work)
 
 
 @pytest.mark.parametrize(

@@ -13,28 +13,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-import attrs
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainwright.checkpointing import CheckpointingError
 from trainwright.collectives import CollectiveError, Communicator
 from trainwright.integration import checkpoint_command, data_command, launch, worker
-from trainwright.integration.config import (
-    CODECS,
-    CONTEXTS,
-    DTYPES,
-    GATHERS,
-    REDUCTIONS,
-    SCALED,
-    SCHEDULES,
-    ZERO_STAGES,
-    RunConfig,
-)
+from trainwright.integration.config import SCALED, RunConfig
 from trainwright.integration.errors import ConfigError, TrainwrightError
 from trainwright.integration.fitting import check_fits
-from trainwright.integration.model import PRESETS
 from trainwright.integration.preparing import prepare, prepared_by_first
 from trainwright.integration.run_folder import RunFolder
+from trainwright.integration.settings.options import add_options, given_leaves, written
+from trainwright.integration.values import option
 from trainwright.precision import LossScaleError
 from trainwright.stability_guards import GuardError, HaltError
 
@@ -90,32 +80,12 @@ def parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    _add_options(train.add_argument, RunConfig())
+    _add_options(train.add_argument)
+    add_options(train)
     return root
 
 
-def _add_options(add: Callable[..., Any], defaults: RunConfig) -> None:
-    add("--layout", help=f"mesh sizes, such as dp=2,tp=2,pp=2 (default {defaults.layout})")
-    add("--model", help=f"one of {', '.join(PRESETS)} (default {defaults.model})")
-    add("--data", help="a text file or a folder of them (default: Python's standard library)")
-    for name, kind, text in _NUMBERS:
-        default = getattr(defaults, name)
-        shown = "" if default is None else f" (default {default})"
-        add("--" + name.replace("_", "-"), type=kind, help=text + shown)
-    add("--dtype", help=f"{', '.join(DTYPES)} (default {defaults.dtype})")
-    add("--schedule", help=f"one of {', '.join(SCHEDULES)} (default {defaults.schedule})")
-    either = argparse.BooleanOptionalAction
-    add("--sequence-parallel", action=either, help="cut positions between products over tp")
-    add("--context", help=f"attention over cp: {', '.join(CONTEXTS)} (default {defaults.context})")
-    add("--zero", type=int, help=f"sharded data parallelism, one of {ZERO_STAGES} (default 0)")
-    add("--gather", help=f"when stage 3 gathers weights: {', '.join(GATHERS)} (default auto)")
-    add("--reduce", help=f"when gradients are reduced: {', '.join(REDUCTIONS)} (default step)")
-    add("--recompute", help="none, full, every-K, sqrt, selective or budget:BYTES (default none)")
-    add("--offload-activations", help="cpu, or a folder, until backward needs them")
-    add("--compress-activations", help=f"one of {', '.join(CODECS)}, until backward needs them")
-    add("--guards", help="what watches the steps: default, none or a JSON file (default default)")
-    add("--exclude", help="a JSON file with positions of the data that are never read")
-    add("--async-save", action=either, help="go on while a checkpoint is being written")
+def _add_options(add: Callable[..., Any]) -> None:
     add("--out", help="run folder (default runs/DATE-TIME)")
     add("--resume", metavar="DIR", help="continue the run in this folder")
     add("--allow-other-data", action="store_true", help="resume with data that has changed")
@@ -125,47 +95,30 @@ def _add_options(add: Callable[..., Any], defaults: RunConfig) -> None:
     add("--json", action="store_true", help="print the summary as one JSON object")
 
 
-_NUMBERS: tuple[tuple[str, type, str], ...] = (
-    ("steps", int, "steps to make"),
-    ("seed", int, "of initial weights and sample order"),
-    ("microbatches", int, "microbatches a data rank makes of its share"),
-    ("global_batch", int, "sequences a step over all data ranks"),
-    ("sequence_length", int, "bytes a sequence"),
-    ("chunks", int, "stages a pipeline rank, where the schedule leaves a choice (default 2)"),
-    ("lr", float, "peak learning rate"),
-    ("warmup", int, "updates of rising learning rate (default 50, at most a quarter of all)"),
-    ("weight_decay", float, "decay of matrices"),
-    ("clip", float, "largest gradient norm"),
-    ("save_every", int, "steps between checkpoints, 0 for the end only"),
-    ("keep", int, "checkpoints that stay: the last ones, and one a snapshot (default all)"),
-    ("keep_every", int, "steps whose checkpoints stay beside the last (default none)"),
-    ("evaluate_sequences", int, "held-out sequences to evaluate"),
-    ("sample_bytes", int, "bytes of text to generate at the end"),
-)
-
-
 def train_command(options: argparse.Namespace) -> int:
     """Check the settings, then train on ranks that are started, given, or threads."""
     config, out, resume = settle(options)
-    check_fits(config.shape, config.mesh, config)
+    mesh = config.parallel.mesh
+    check_fits(config.model.shape, mesh, config)
     place = launch.place_in_environment(os.environ)
     as_json = getattr(options, "json", False)
     transport = transport_of(options)
     if transport == "threads":
         with prepare(config, out, resume, allow_other_data(options)):
             summaries = launch.run_as_threads(
-                config.mesh.world_size, lambda world: worker.run(world, config, out, resume)
+                mesh.world_size,
+                lambda world: worker.run(world, config, out, resume),
             )
         worker.report(summaries[0], as_json)
         return 0
     if place is None:
-        launch.check_startable(config.mesh.world_size)
+        launch.check_startable(mesh.world_size)
         arguments = [*worker_arguments(config, out, resume, as_json), "--comm", transport]
         with prepare(config, out, resume, allow_other_data(options)):
-            return launch.start_workers(config.mesh.world_size, main, arguments)
-    if place.world_size != config.mesh.world_size:
+            return launch.start_workers(mesh.world_size, main, arguments)
+    if place.world_size != mesh.world_size:
         raise ConfigError(
-            f"--layout {config.layout} needs {config.mesh.world_size} processes, "
+            f"--layout {config.parallel.layout} needs {mesh.world_size} processes, "
             f"this run has {place.world_size}"
         )
     if options.prepared:
@@ -203,23 +156,23 @@ def settle(options: argparse.Namespace) -> tuple[RunConfig, str, bool]:
     Raises:
         ConfigError, RunFolderError: options contradict each other, or no run is there to resume.
     """
-    names = {field.name for field in attrs.fields(RunConfig)}
-    given: dict[str, Any] = {k: v for k, v in vars(options).items() if k in names}
+    given = given_leaves(options)
     resume = getattr(options, "resume", None)
     out = getattr(options, "out", None)
     if resume is None:
-        return RunConfig(**given), out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}", False
+        return RunConfig.of(**given), out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}", False
     if out is not None and Path(out).resolve() != Path(resume).resolve():
         raise ConfigError(f"--out {out} contradicts --resume {resume}; a resumed run stays there")
     stored = RunFolder(Path(resume)).config()
+    before = stored.leaves()
     for name in ("seed", "sequence_length"):
-        if name in given and given[name] != getattr(stored, name):
+        if name in given and given[name] != before[name]:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {given[name]} differs from the run's "
-                f"{getattr(stored, name)}; the position in the data would mean another place"
+                f"{option(name)} {given[name]} differs from the run's {before[name]}; the position "
+                "in the data would mean another place"
             )
     _check_same_scaling(stored.dtype, given.get("dtype", stored.dtype))
-    return attrs.evolve(stored, **given), resume, True
+    return stored.evolve(**given), resume, True
 
 
 def _check_same_scaling(stored: str, wanted: str) -> None:
@@ -232,13 +185,7 @@ def _check_same_scaling(stored: str, wanted: str) -> None:
 
 def worker_arguments(config: RunConfig, out: str, resume: bool, as_json: bool) -> list[str]:
     """Return the command line with which each worker runs what was settled here."""
-    arguments = ["train", "--prepared", "--resume" if resume else "--out", out]
-    for name, value in attrs.asdict(config).items():
-        option = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments.append(option if value else option.replace("--", "--no-", 1))
-        elif value is not None:
-            arguments += [option, str(value)]
+    arguments = ["train", "--prepared", "--resume" if resume else "--out", out, *written(config)]
     return [*arguments, "--json"] if as_json else arguments
 
 

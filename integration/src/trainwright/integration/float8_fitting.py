@@ -23,9 +23,10 @@ def check_float8(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     """
     if policy(config.dtype).recipe is None:
         return
+    model = config.model.model
     if shape.experts is not None:
         raise ConfigError(
-            f"--dtype {config.dtype}: experts have no FP8 products, and model {config.model} has "
+            f"--dtype {config.dtype}: experts have no FP8 products, and model {model} has "
             "experts; bfloat16 works"
         )
     if config.dtype not in BLOCKS:
@@ -33,7 +34,7 @@ def check_float8(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     if mesh.cp > 1:
         raise ConfigError(
             f"--dtype {config.dtype} has blocks of neighbouring positions, and cp={mesh.cp} ranks "
-            f"of --layout {config.layout} have other neighbours than one; {_WITHOUT}"
+            f"of --layout {config.parallel.layout} have other neighbours than one; {_WITHOUT}"
         )
     if mesh.tp == 1:
         return
@@ -43,8 +44,7 @@ def check_float8(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
         if edge is not None:
             raise ConfigError(
                 f"--dtype {config.dtype}: tp={mesh.tp} ranks cut the {cut.size} {what} of model "
-                f"{config.model} at {edge}, within a block of {block}; {_WITHOUT}, and tp=1 cuts "
-                "nothing"
+                f"{model} at {edge}, within a block of {block}; {_WITHOUT}, and tp=1 cuts nothing"
             )
 
 

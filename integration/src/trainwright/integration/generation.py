@@ -78,7 +78,7 @@ def continuations(
     """
     if not prompts or not all(prompts):
         raise ConfigError("a prompt must have at least one token, got none")
-    window = window or parts.config.sequence_length
+    window = window or parts.config.batch.sequence_length
     rows = _Rows(parts, prompts)
     capacity = min(window, max(len(prompt) for prompt in prompts) + num_tokens)
     ended = [False] * len(prompts)

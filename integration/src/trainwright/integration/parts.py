@@ -96,7 +96,7 @@ class Parts:
     @property
     def clip(self) -> float:
         """Largest gradient norm."""
-        return self.config.clip
+        return self.config.optimizer.clip
 
     def start(self) -> Progress:
         """Return the progress of a run that has not begun."""
@@ -137,9 +137,10 @@ def assemble(
 
     Communicates: the splits of the mesh.
     """
-    shape = shape or config.shape
-    check_fits(shape, config.mesh, config)
-    mesh = Mesh(world, config.mesh)
+    shape = shape or config.model.shape
+    watched = config.guards
+    check_fits(shape, config.parallel.mesh, config)
+    mesh = Mesh(world, config.parallel.mesh)
     schedule = make_schedule(config)
     stages = build_stages(config, shape, mesh, schedule)
     scales = give_float8(config, mesh, stages.values())
@@ -151,9 +152,12 @@ def assemble(
         executor=build_executor(config, shape, mesh, schedule, model),
         optimizer=build_optimizer(config, model.pieces),
         learning_rate=warmup_cosine(
-            config.lr, config.warmup_steps, config.steps, floor=config.lr * FLOOR_SHARE
+            config.optimizer.lr,
+            config.rate.warmup_steps(config.steps),
+            config.steps,
+            floor=config.optimizer.lr * FLOOR_SHARE,
         ),
-        guards=read_guards(config.guards, config.exclude, scales_losses=scales_losses(config)),
+        guards=read_guards(watched.guards, watched.exclude, scales_losses=scales_losses(config)),
         journal=MemoryJournal() if journal is None else journal,
         feed=build_feed(config, mesh, corpus),
         counts_tokens=1.0 if schedule.num_stages - 1 in model.stages else 0.0,

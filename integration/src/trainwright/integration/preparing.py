@@ -41,8 +41,8 @@ def prepare(config: RunConfig, out: str, resume: bool, other_data: bool = False)
     if not resume:
         folder.check_free()
     corpus = worker.load_corpus(config)
-    Reader(corpus.train, config.sequence_length, config.global_batch)
-    evenly_spaced(corpus.held_out, config.sequence_length, 1)
+    Reader(corpus.train, config.batch.sequence_length, config.batch.global_batch)
+    evenly_spaced(corpus.held_out, config.batch.sequence_length, 1)
     with contextlib.ExitStack() as held:
         lock = held.enter_context(folder.lock())
         if resume:

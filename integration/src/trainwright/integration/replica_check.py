@@ -35,7 +35,7 @@ class ReplicaCheck:
         Communicates: one all-gather of 16 bytes a rank over those that have the same weights, and
             one all-reduce of 8 bytes over the world.
         """
-        if self.every and record.step % self.every == 0 and self.parts.config.zero < 3:
+        if self.every and record.step % self.every == 0 and self.parts.config.parallel.zero < 3:
             self.compare(record.step)
 
     def compare(self, step: int) -> None:

@@ -40,13 +40,13 @@ class Saver:
         Raises:
             CheckpointingError: this save, or the one before it, failed; on every rank.
         """
-        every = self.parts.config.save_every
+        every = self.parts.config.saving.save_every
         # A state whose step was skipped may be the broken one: the checkpoint before it stays.
         is_due = record.step % max(every, 1) == 0 and record.verdict is Verdict.CONTINUE
         # What a rollback has taken back cannot be resumed, and older ones may be gone.
         is_taken_back = self.saved is not None and self.saved > self.progress.step
         if every and (is_due or is_taken_back):
-            self._save(asynchronous=self.parts.config.async_save)
+            self._save(asynchronous=self.parts.config.saving.async_save)
 
     def finish(self) -> None:
         """Save what the last step has left, unless that is done; returns once it is safe.

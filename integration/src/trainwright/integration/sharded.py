@@ -47,14 +47,15 @@ def build_stages(
     blocks = split_layers(shape.layers, schedule.num_stages)
     part = sequence_part(config, mesh)
     sequence = None
-    if config.sequence_parallel:
+    if config.parallel.sequence_parallel:
         sequence = SequenceSharding.keeping_shards(length=part.length)
-    attend = attend_causally if config.mesh.cp == 1 else part.attention(config.context)
+    attend = attend_causally if mesh.size("cp") == 1 else part.attention(config.parallel.context)
     layers = TensorParallelLayers(mesh, sequence, attend)
+    kept = config.activations
     runner = compose(
-        parse_policy(config.recompute, agree=_agreement(config, mesh), captures=[capture_routing]),
-        offload=config.offload_activations,
-        compress=config.compress_activations,
+        parse_policy(kept.recompute, agree=_agreement(config, mesh), captures=[capture_routing]),
+        offload=kept.offload_activations,
+        compress=kept.compress_activations,
     )
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
     stages = {}
@@ -72,7 +73,7 @@ def _agreement(config: RunConfig, mesh: Mesh) -> Callable[[list[int]], list[int]
 
     Layers differ between them, by uneven shares and by the tokens that experts are sent.
     """
-    if not config.recompute.startswith("budget"):
+    if not config.activations.recompute.startswith("budget"):
         return None
     ranks = mesh.communicator("dp", "cp", "tp")
 
@@ -86,7 +87,7 @@ def _agreement(config: RunConfig, mesh: Mesh) -> Callable[[list[int]], list[int]
 
 def sequence_part(config: RunConfig, mesh: Mesh) -> SequencePart:
     """Return which positions of each sequence this rank has: all, without context parallelism."""
-    layout = ContextLayout("zigzag", config.sequence_length, config.mesh.cp)
+    layout = ContextLayout("zigzag", config.batch.sequence_length, config.parallel.mesh.cp)
     return SequencePart(layout, mesh.communicator("cp"))
 
 
@@ -123,20 +124,21 @@ def _shard(
         module,
         mesh,
         ShardPolicy(
-            stage=config.zero,
+            stage=config.parallel.zero,
             units=by_class(Block, ExpertBlock),
             parameter_dtype=dtypes.parameter_dtype,
-            reduce_each_backward=config.reduce == "microbatch",
+            reduce_each_backward=config.parallel.reduce == "microbatch",
             # Drawn by place they are equal already; a broadcast would hide it if they were not.
             broadcast_weights=False,
         ),
         placements,
-        hooks=config.zero == 3 and not gathers_stages(config),
+        hooks=config.parallel.zero == 3 and not gathers_stages(config),
         initialize=initializer(placements, shape, config.seed),
     )
 
 
 def gathers_stages(config: RunConfig) -> bool:
     """Whether the schedule gathers weights, a stage at a time, and not hooks, unit by unit."""
-    alone = config.gather == "auto" and config.num_stages == 1
-    return config.zero == 3 and not alone and config.gather != "unit"
+    parallel = config.parallel
+    alone = parallel.gather == "auto" and parallel.num_stages == 1
+    return parallel.zero == 3 and not alone and parallel.gather != "unit"

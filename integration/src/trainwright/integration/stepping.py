@@ -23,15 +23,16 @@ BETAS = (0.9, 0.95)
 
 def make_schedule(config: RunConfig) -> Schedule:
     """Return what every rank of the pipeline does in a step."""
-    chosen = GENERATORS[config.schedule]
-    return chosen.make(config.mesh.pp, config.microbatches, config.chunks)
+    chosen = GENERATORS[config.parallel.schedule]
+    return chosen.make(config.parallel.mesh.pp, config.batch.microbatches, config.parallel.chunks)
 
 
 def build_executor(
     config: RunConfig, shape: ModelShape, mesh: Mesh, schedule: Schedule, model: Chunks
 ) -> PipelineExecutor:
     """Build what runs the schedule on this rank's stages."""
-    rows = config.global_batch // (config.mesh.dp * config.microbatches)
+    parallel = config.parallel
+    rows = config.batch.global_batch // (parallel.mesh.dp * config.batch.microbatches)
     # Stages hand on the residual stream of one microbatch.
     handed_on = TensorSpec(
         (rows, local_positions(config, mesh), shape.width), policy(config.dtype).compute
@@ -39,9 +40,9 @@ def build_executor(
     by_schedule = gathers_stages(config)
     plan = WeightPlan(
         stages=None if by_schedule else (),
-        keep=0 if config.gather == "action" else None,
+        keep=0 if parallel.gather == "action" else None,
         # Where hooks gather they also end each backward with its reductions.
-        reduce_each_backward=config.reduce == "microbatch" and (by_schedule or config.zero < 3),
+        reduce_each_backward=parallel.reduce == "microbatch" and (by_schedule or parallel.zero < 3),
     )
     return PipelineExecutor(
         lower(schedule, plan),
@@ -57,7 +58,7 @@ def build_executor(
 def local_positions(config: RunConfig, mesh: Mesh) -> int:
     """Return how many positions of the residual stream this rank has between products."""
     positions = sequence_part(config, mesh).length
-    if not config.sequence_parallel:
+    if not config.parallel.sequence_parallel:
         return positions
     return Cut.uneven(positions, mesh.size("tp")).numel(mesh.coordinate("tp"))
 
@@ -66,12 +67,12 @@ def build_feed(config: RunConfig, mesh: Mesh, corpus: Corpus) -> Feed:
     """Build the reader of this rank's share of each global batch: its sequences, its positions."""
     reader = Reader(
         corpus.train,
-        config.sequence_length,
-        config.global_batch,
-        microbatches=config.microbatches,
+        config.batch.sequence_length,
+        config.batch.global_batch,
+        microbatches=config.batch.microbatches,
         seed=config.seed,
         data_rank=mesh.coordinate("dp"),
-        data_size=config.mesh.dp,
+        data_size=config.parallel.mesh.dp,
         device=mesh.world.device,
     )
     return Feed(reader, mesh.communicator("dp", "cp"), sequence_part(config, mesh))
@@ -81,7 +82,7 @@ def build_optimizer(config: RunConfig, pieces: dict[str, Piece]) -> torch.optim.
     """Build AdamW over the pieces of this rank; weights of two and more dims decay."""
     groups = decay_groups(
         [(name, piece.parameter) for name, piece in pieces.items()],
-        config.weight_decay,
+        config.optimizer.weight_decay,
         logical_ndim={name: len(piece.spec.global_shape) for name, piece in pieces.items()},
     )
-    return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, eps=1e-8, fused=True)
+    return torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=BETAS, eps=1e-8, fused=True)

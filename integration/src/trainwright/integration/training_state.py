@@ -178,8 +178,8 @@ def _load(store: StateStore, parts: Parts, step: int) -> dict[str, Any]:
 
 
 def _generators(parts: Parts) -> RankGenerators:
-    config = parts.config
-    return RankGenerators(parts.generators, parts.mesh.world, config.layout, seed=config.seed)
+    layout, seed = parts.config.parallel.layout, parts.config.seed
+    return RankGenerators(parts.generators, parts.mesh.world, layout, seed=seed)
 
 
 def _is_empty(store: StateStore) -> bool:

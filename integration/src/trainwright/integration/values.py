@@ -11,9 +11,6 @@ import attrs
 
 from trainwright.integration.errors import ConfigError
 
-TEXTS = ("data", "exclude", "offload_activations", "compress_activations")
-"""Settings that are text or None; others without a default are whole numbers or None."""
-
 
 def positive(_: Any, field: attrs.Attribute[Any], value: float) -> None:
     """Refuse what is not a positive finite number."""
@@ -40,19 +37,6 @@ def one_of(allowed: tuple[Any, ...]) -> Callable[[Any, attrs.Attribute[Any], Any
             raise ConfigError(f"{option(field.name)} must be one of {known}, got {value}{hint}")
 
     return check
-
-
-def check_kind(name: str, value: object, default: object) -> None:
-    """Refuse a plain value of another kind than the setting's ``default`` has."""
-    # The kinds are those of the defaults: text, whole numbers, numbers, or None.
-    kinds: tuple[type, ...] = {int: (int,), float: (int, float)}.get(type(default), (str,))
-    if default is None:
-        kinds = (str if name in TEXTS else int, type(None))
-    if isinstance(default, bool):
-        kinds = (bool,)
-    if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
 
 def option(field_name: str) -> str:

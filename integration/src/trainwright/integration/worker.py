@@ -108,9 +108,10 @@ def check_same_guards(world: Communicator, parts: Parts) -> None:
 
     Communicates: one all-reduce of 16 bytes.
     """
+    given = parts.config.guards
     if not _is_same(world, hashlib.sha256(repr(parts.guards).encode()).hexdigest()):
         raise ConfigError(
-            f"--guards {parts.config.guards} and --exclude {parts.config.exclude} are not the same "
+            f"--guards {given.guards} and --exclude {given.exclude} are not the same "
             "on all ranks, which would part ways; give every host the same files"
         )
 
@@ -127,9 +128,9 @@ def _is_same(world: Communicator, checksum: str) -> bool:
 def load_corpus(config: RunConfig) -> Corpus:
     """Read the data that the settings name."""
     try:
-        if config.data is None:
+        if config.data.data is None:
             return read_corpus(default_source(), pattern="*.py")
-        return read_corpus(Path(config.data))
+        return read_corpus(Path(config.data.data))
     except OSError as error:
         raise DataError(f"cannot read the data: {error}") from error
 
@@ -155,8 +156,8 @@ def report(summary: Summary, as_json: bool) -> None:
 def _open(folder: RunFolder, parts: Parts, resume: bool) -> Saver:
     """Begin, or continue, the run that the folder names, and no other's checkpoints there."""
     config, keep = parts.config, None
-    if config.keep is not None:
-        keep = Retention(config.keep, config.keep_every)
+    if config.saving.keep is not None:
+        keep = Retention(config.saving.keep, config.saving.keep_every)
     store = StateStore(
         folder.checkpoints,
         parts.mesh.world,
@@ -205,10 +206,11 @@ def _finish(
 ) -> Summary:
     config = parts.config
     tokens, labels = evenly_spaced(
-        corpus.held_out, config.sequence_length, config.evaluate_sequences
+        corpus.held_out, config.batch.sequence_length, config.evaluation.evaluate_sequences
     )
     held_out = evaluate(parts, tokens, labels)
-    sample = generate(parts, PROMPT, config.sample_bytes) if config.sample_bytes else b""
+    count = config.evaluation.sample_bytes
+    sample = generate(parts, PROMPT, count) if count else b""
     levels = _baselines(parts.mesh.world, corpus, tokens, labels)
     if parts.mesh.world.rank == 0:
         lines: dict[str, Any] = {"held-out": held_out, "bigram": levels[0], "trigram": levels[1]}

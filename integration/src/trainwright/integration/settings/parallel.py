@@ -1,0 +1,68 @@
+"""How ranks share the work."""
+
+from __future__ import annotations
+
+import attrs
+
+from trainwright.integration.errors import ConfigError
+from trainwright.integration.settings.leaf import leaf
+from trainwright.integration.values import one_of, positive
+from trainwright.pipeline_schedules import GENERATORS
+from trainwright.sharding import MeshShape
+
+SCHEDULES = tuple(name for name in GENERATORS if name != "forward-only")
+ZERO_STAGES = (0, 1, 2, 3)
+GATHERS = ("auto", "step", "action", "unit")
+REDUCTIONS = ("step", "microbatch")
+CONTEXTS = ("ring", "ulysses", "gathered", "hybrid")
+
+
+@attrs.frozen
+class ParallelSettings:
+    """The layout of ranks, and what each axis of it does.
+
+    Args:
+        layout: sizes of the mesh axes, such as ``dp=2,tp=2,pp=2``.
+        zero: stage of sharded data parallelism.
+        gather: when stage 3 makes weights whole: ``unit`` by unit around their use, a whole
+            pipeline stage for the ``step`` or for each ``action``; ``auto`` is unit without a
+            pipeline and step in one.
+        reduce: whether gradients are added over data ranks once a ``step``, or after each
+            ``microbatch``, so that stages 2 and 3 keep a part of them only.
+        sequence_parallel: whether tensor-parallel ranks have a part of the positions each between
+            their products, instead of all.
+        context: how context-parallel ranks attend to each other's positions: keys and values go
+            round a ``ring``, heads are exchanged (``ulysses``), all keys are ``gathered``, or
+            heads are exchanged in rows and keys go round between these (``hybrid``).
+        schedule: pipeline schedule.
+        chunks: stages of the pipeline that each of its ranks holds; None for as many as the
+            schedule has, 2 where any number works.
+    """
+
+    layout: str = leaf("dp=1", "mesh sizes, such as dp=2,tp=2,pp=2")
+    zero: int = leaf(0, f"sharded data parallelism, one of {ZERO_STAGES}", one_of(ZERO_STAGES))
+    gather: str = leaf(
+        "auto", f"when stage 3 gathers weights: {', '.join(GATHERS)}", one_of(GATHERS)
+    )
+    reduce: str = leaf(
+        "step", f"when gradients are reduced: {', '.join(REDUCTIONS)}", one_of(REDUCTIONS)
+    )
+    sequence_parallel: bool = leaf(False, "cut positions between products over tp")
+    context: str = leaf("ring", f"attention over cp: {', '.join(CONTEXTS)}", one_of(CONTEXTS))
+    schedule: str = leaf("1f1b", f"one of {', '.join(SCHEDULES)}", one_of(SCHEDULES))
+    chunks: int | None = leaf(
+        None, "stages a pipeline rank, where the schedule leaves a choice (default 2)", positive
+    )
+
+    @property
+    def mesh(self) -> MeshShape:
+        """The layout as a mesh shape."""
+        try:
+            return MeshShape.parse(self.layout)
+        except (ValueError, NotImplementedError) as error:
+            raise ConfigError(f"--layout {self.layout}: {error}") from error
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline over all of its ranks."""
+        return self.mesh.pp * (self.chunks or GENERATORS[self.schedule].chunks or 2)
