@@ -11,7 +11,12 @@ from trainwright.sharding.data.layout import (
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.data.loading import load_full
 from trainwright.sharding.data.materialize import Initializer, seeded_reset
-from trainwright.sharding.data.optimizers import check_optimizer, parameter_groups
+from trainwright.sharding.data.optimizers import (
+    ELEMENT_WISE,
+    NOT_ELEMENT_WISE,
+    check_optimizer,
+    parameter_groups,
+)
 from trainwright.sharding.data.order import GatherOrderWarning
 from trainwright.sharding.data.ownership import piece_spec_on
 from trainwright.sharding.data.parallel import data_parallel
@@ -19,6 +24,7 @@ from trainwright.sharding.data.piece import Piece
 from trainwright.sharding.data.policy import ShardPolicy
 from trainwright.sharding.data.publication import UnchangedWeightsWarning
 from trainwright.sharding.data.replicas import check_replicas
+from trainwright.sharding.data.selection import trained_specs
 from trainwright.sharding.data.state_dict import full_state_dict, piece_state_dict
 from trainwright.sharding.data.unit import Unit
 from trainwright.sharding.data.units import UnitRule, by_class, by_name, by_size
@@ -28,6 +34,8 @@ from trainwright.sharding.data.vocabulary_fsdp import policy_from_fsdp
 from trainwright.sharding.data.whole_matrices import WholeMatrices
 
 __all__ = [
+    "ELEMENT_WISE",
+    "NOT_ELEMENT_WISE",
     "BucketLayout",
     "DataParallel",
     "GatherOrderWarning",
@@ -58,4 +66,5 @@ __all__ = [
     "policy_from_deepspeed",
     "policy_from_fsdp",
     "seeded_reset",
+    "trained_specs",
 ]

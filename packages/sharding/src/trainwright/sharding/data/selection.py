@@ -46,7 +46,7 @@ class KnownParameters:
         module = parallel.module
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         return cls(
-            {name: entry.spec for name, entry in trained_parameters(parallel).items()},
+            trained_specs(parallel),
             {
                 name: names[id(parameter)]
                 for name, parameter in module.named_parameters(remove_duplicate=False)
@@ -115,3 +115,12 @@ def trained_parameters(parallel: DataParallel) -> dict[str, ModelParameter]:
         for entry in known
         if entry.trained and 0 not in entry.placement.global_shape
     }
+
+
+def trained_specs(parallel: DataParallel) -> dict[str, ShardSpec]:
+    """Return this rank's elements of each trainable parameter, uncut by data parallelism, by name.
+
+    The same names on every rank of a pipeline stage, in the order of registration: also where a
+    rank has no elements. Parameters without elements in the plain model are left out.
+    """
+    return {name: entry.spec for name, entry in trained_parameters(parallel).items()}

@@ -1,0 +1,162 @@
+"""The optimizers of a plan as one, over what this rank keeps of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from trainwright.integration.errors import ConfigError
+from trainwright.integration.optimizers.plans import Factory, OptimizerPlan, Sees, Share
+from trainwright.sharding.data import DataParallel, Piece, WholeMatrices, trained_specs
+from trainwright.stability_guards import decay_groups
+
+
+@attrs.frozen(eq=False)
+class Member:
+    """One of the optimizers that were joined.
+
+    Args:
+        optimizer: it.
+        factory: made it, and makes others like it; None of `WholeMatrices`, which holds its own.
+        pieces: what it updates, by name.
+    """
+
+    optimizer: torch.optim.Optimizer
+    pieces: Mapping[str, Piece]
+    factory: Factory | None = None
+
+
+class JoinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers that step as one, such as Muon of matrices and AdamW of the rest.
+
+    Its ``param_groups`` are theirs, so that what sets a learning rate there reaches them.
+
+    Args:
+        name: what a checkpoint says of their states.
+        members: the optimizers; every rank of a pipeline stage has as many, in the same order.
+    """
+
+    def __init__(self, name: str, members: Sequence[Member]) -> None:
+        self.name = name
+        self.members = tuple(members)
+        super().__init__([{"params": [], "param_names": []}], {})
+        self.param_groups = [g for each in self.members for g in each.optimizer.param_groups]
+        for each in self.members:
+            if not isinstance(each.optimizer, WholeMatrices):
+                self.state = each.optimizer.state  # what is kept of pieces is found here as well
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step each of the optimizers; what they communicate, this does.
+
+        Raises:
+            ConfigError: a closure was given.
+        """
+        if closure is not None:
+            raise ConfigError("the optimizer's step takes no closure; evaluate the loss before it")
+        for member in self.members:
+            member.optimizer.step()
+
+
+def build(
+    plan: OptimizerPlan, models: Iterable[DataParallel], *, lr: float, weight_decay: float
+) -> JoinedOptimizer:
+    """Build the optimizers of a plan over what this rank keeps of some models.
+
+    Weights of two and more dims decay, vectors and scalars do not, by their dims in the plain
+    model.
+
+    Args:
+        plan: which optimizers.
+        models: what shares out the states of this rank's parts of the model.
+        lr: learning rate of the first step, unless something sets another one.
+        weight_decay: of matrices.
+
+    Raises:
+        ConfigError: an optimizer has no weight decay, but one is asked for.
+
+    Communicates: what `WholeMatrices` says, for each model and each kind of share.
+    """
+    kept = list(models)
+    specs = {name: spec for model in kept for name, spec in trained_specs(model).items()}
+    chosen = {
+        name: next(at for at, share in enumerate(plan.shares) if share.takes(spec))
+        for name, spec in specs.items()
+    }
+    decaying = _decaying(specs)
+    members: list[Member] = []
+    for at, share in enumerate(plan.shares):
+        names = [name for name in specs if chosen[name] == at]
+        factory = _with_rate(share.factory, lr, weight_decay)
+        if share.sees is Sees.ELEMENTS:
+            members.append(_on_pieces(factory, kept, names, weight_decay, decaying))
+        else:
+            members += _on_wholes(share, factory, kept, names, weight_decay, decaying)
+    return JoinedOptimizer(plan.name, members)
+
+
+def _decaying(specs: Mapping[str, Any]) -> frozenset[str]:
+    plain = [
+        (name, nn.Parameter(torch.empty(spec.global_shape, device="meta")))
+        for name, spec in specs.items()
+    ]
+    return frozenset(name for name, _ in decay_groups(plain, 0.0)[0]["params"])
+
+
+def _with_rate(factory: Factory, lr: float, weight_decay: float) -> Factory:
+    """Return what makes the same optimizer with a learning rate in each group."""
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made = factory([{**group, "lr": lr} for group in groups])
+        if weight_decay > 0 and "weight_decay" not in made.defaults:
+            raise ConfigError(f"{type(made).__name__} has no weight decay; choose --weight-decay 0")
+        return made
+
+    return make
+
+
+def _on_pieces(
+    factory: Factory,
+    models: Sequence[DataParallel],
+    names: Sequence[str],
+    weight_decay: float,
+    decaying: frozenset[str],
+) -> Member:
+    wanted = set(names)
+    pieces = {n: piece for m in models for n, piece in m.pieces.items() if n in wanted}
+    groups = decay_groups(
+        [(name, piece.parameter) for name, piece in pieces.items()],
+        weight_decay,
+        roles={name: name in decaying for name in pieces},
+    )
+    return Member(factory(groups), pieces, factory)
+
+
+def _on_wholes(
+    share: Share,
+    factory: Factory,
+    models: Sequence[DataParallel],
+    names: Sequence[str],
+    weight_decay: float,
+    decaying: frozenset[str],
+) -> list[Member]:
+    members: list[Member] = []
+    for model in models:
+        for decays in (True, False):
+            here = [n for n in names if n in trained_specs(model) and (n in decaying) is decays]
+            if not here:
+                continue
+            decay = weight_decay if decays else 0.0
+
+            def make(whole: list[nn.Parameter], decay: float = decay) -> torch.optim.Optimizer:
+                return factory([{"params": whole, "weight_decay": decay}])
+
+            stacked = share.sees is Sees.MATRICES
+            wholes = WholeMatrices(model, here, make, stacked=stacked)
+            pieces = {name: piece for name, piece in model.pieces.items() if name in here}
+            members.append(Member(wholes, pieces))
+    return members
