@@ -29,7 +29,7 @@ BLOCKS = "model.layers."
 
 
 _REFUSED: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.LBFGS: "evaluates the loss again and again in each step, which a run here does once",
+    torch.optim.LBFGS: "evaluates the loss again and again in a step, which a run here does once",
     torch.optim.SparseAdam: "takes sparse gradients, which are dense here",
 }
 
