@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainwright.integration.cli import main
 from trainwright.integration.errors import RunFolderError
 from trainwright.integration.report import page, read_run
 from trainwright.integration.report.chart import Chart, Curve, draw
@@ -226,6 +227,21 @@ def test_nothing_in_a_folder_is_in_the_way_of_the_page(tmp_path: Path) -> None:
     assert "5 unreadable lines in metrics.jsonl" in found.text
     with pytest.raises(RunFolderError, match="holds no run"):
         read_run(tmp_path / "elsewhere")
+
+
+def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = full_run(tmp_path / "run")
+    other = tmp_path / "other.html"
+    assert main(["report", str(folder)]) == 0
+    assert main(["report", str(folder), "--out", str(other)]) == 0
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n{other}\n"
+    assert other.read_text() == (folder / "report.html").read_text()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert main(["report", str(folder), "--out", str(tmp_path / "none" / "page.html")]) == 2
+    assert "cannot write the report" in capsys.readouterr().err
 
 
 def test_a_step_made_again_after_a_rollback_counts_as_it_was_made_last(tmp_path: Path) -> None:

@@ -17,7 +17,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from trainwright.checkpointing import CheckpointingError
 from trainwright.collectives import CollectiveError, Communicator
-from trainwright.integration import checkpoint_command, data_command, launch, worker
+from trainwright.integration import (
+    checkpoint_command,
+    data_command,
+    launch,
+    report_command,
+    worker,
+)
 from trainwright.integration.config import SCALED, RunConfig
 from trainwright.integration.errors import ConfigError, TrainwrightError
 from trainwright.integration.fitting import check_fits
@@ -73,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, parser_class=_Parser)
     checkpoint_command.add_parser(commands)
     data_command.add_parser(commands)
+    report_command.add_parser(commands)
     train = commands.add_parser(
         "train",
         help="train a model on text",
@@ -133,6 +140,7 @@ def train_command(options: argparse.Namespace) -> int:
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "checkpoint": checkpoint_command.run,
     "data": data_command.run,
+    "report": report_command.run,
     "train": train_command,
 }
 
