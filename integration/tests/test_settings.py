@@ -178,7 +178,7 @@ def test_a_preset_has_as_many_parameters_as_it_says(name: str, millions: float) 
     assert abs(shape.num_parameters / 1e6 / millions - 1) < 0.07
 
 
-@pytest.mark.parametrize("rule", [{"capacity_factor": 1.0}, {"biased": True}, {"scale": 2.0}])
+@pytest.mark.parametrize("rule", [{"capacity_factor": 1.0}, {"scope": "microbatch"}])
 def test_the_plain_model_refuses_a_rule_of_experts_that_it_does_not_compute(
     rule: dict[str, Any],
 ) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import attrs
 import torch
 
 from trainwright.collectives import Communicator
+from trainwright.integration.model.packing import Packed
 from trainwright.sharding.context import (
     ContextLayout,
     gathered_attention,
@@ -21,8 +23,23 @@ from trainwright.sharding.context import (
     ulysses_attention,
 )
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""From queries [B, H, S, E], keys and values [B, K, S, E] to what the queries see [B, H, S, E]."""
+
+class Attend(Protocol):
+    """Causal attention over whole sequences, of which S may be a part."""
+
+    def __call__(
+        self,
+        q_BHSE: torch.Tensor,
+        k_BKSE: torch.Tensor,
+        v_BKSE: torch.Tensor,
+        documents: Packed | None = None,
+    ) -> torch.Tensor:
+        """Return what the queries gather of the values [B, H, S, E].
+
+        ``documents`` of the whole sequences do not see each other; None: each is one.
+        """
+        ...
+
 
 ATTENTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "ring": ring_attention,
@@ -69,8 +86,20 @@ class SequencePart:
         """
         if name == "hybrid":
             grid = hybrid_communicators(self.comm, row_of(self.comm.size))
-            return functools.partial(hybrid_attention, layout=self.layout, comm=grid)
-        return functools.partial(ATTENTIONS[name], layout=self.layout, comm=self.comm)
+            attend = functools.partial(hybrid_attention, layout=self.layout, comm=grid)
+        else:
+            attend = functools.partial(ATTENTIONS[name], layout=self.layout, comm=self.comm)
+
+        def attend_over_ranks(
+            q_BHSE: torch.Tensor,
+            k_BKSE: torch.Tensor,
+            v_BKSE: torch.Tensor,
+            documents: Packed | None = None,
+        ) -> torch.Tensor:
+            known = None if documents is None else documents.documents
+            return attend(q_BHSE, k_BKSE, v_BKSE, documents=known)
+
+        return attend_over_ranks
 
 
 def row_of(size: int) -> int:

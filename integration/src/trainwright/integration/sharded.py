@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 
 import attrs
 import torch
@@ -15,13 +16,14 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.model import (
     Block,
     DecoderStage,
+    DenseBlock,
     ExpertBlock,
     ModelShape,
     TensorParallelLayers,
+    attend_causally,
     build_stage,
     initializer,
 )
-from trainwright.integration.model.blocks import attend_causally
 from trainwright.integration.sequence_part import SequencePart
 from trainwright.pipeline_schedules import Schedule, split_layers
 from trainwright.precision import policy
@@ -35,6 +37,8 @@ EMBEDDING = "model.embed_tokens.weight"
 
 KEEP_FP32 = ("*norm.weight",)
 """Norms stay in at least float32 whatever the dtype of the run."""
+
+NORM_BIASES = "*norm.bias"
 
 ROUTERS = "*.mlp.gate.weight"
 """So do routers."""
@@ -117,7 +121,9 @@ def _shard(
         # The embedding lies at both ends of the pipeline, which see a part of its gradient each.
         alone = placements[EMBEDDING]
         placements[EMBEDDING] = attrs.evolve(alone, gradient={**alone.gradient, "pp": Partial()})
-    keep = KEEP_FP32 if shape.experts is None else (*KEEP_FP32, ROUTERS)
+    keep = [*KEEP_FP32]
+    keep += [NORM_BIASES] if shape.norm == "layer" else []
+    keep += [ROUTERS] if any(fnmatchcase(name, ROUTERS) for name in placements) else []
     dtypes = policy(config.dtype, keep_fp32=keep)
     dtypes.check_patterns(placements)
     return data_parallel(
@@ -125,7 +131,7 @@ def _shard(
         mesh,
         ShardPolicy(
             stage=config.parallel.zero,
-            units=by_class(Block, ExpertBlock),
+            units=by_class(Block, DenseBlock, ExpertBlock),
             parameter_dtype=dtypes.parameter_dtype,
             reduce_each_backward=config.parallel.reduce == "microbatch",
             # Drawn by place they are equal already; a broadcast would hide it if they were not.

@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.integration.model.blocks import Block, ExpertBlock, Layers, rotary_angles
+from trainwright.integration.errors import ConfigError
+from trainwright.integration.model.blocks import build_block, stream_norm
+from trainwright.integration.model.layers import Layers
+from trainwright.integration.model.packing import Packed, Places
+from trainwright.integration.model.rotary import rotary_angles
 from trainwright.integration.model.shape import ModelShape
 from trainwright.pipeline_schedules.execute import StageOutput
 
@@ -19,7 +23,7 @@ from trainwright.pipeline_schedules.execute import StageOutput
 class LayerRunner(Protocol):
     """Applies layers in turn, keeping or recomputing what backward needs."""
 
-    def __call__(self, layers: Sequence[nn.Module], hidden: Any, *args: torch.Tensor) -> Any:
+    def __call__(self, layers: Sequence[nn.Module], hidden: Any, *args: Any) -> Any:
         """Return ``hidden`` after every layer, each called ``layer(hidden, *args)``."""
         ...
 
@@ -45,16 +49,20 @@ class DecoderStage(nn.Module):
         self.runner = runner
         self.is_first = blocks.start == 0
         self.is_last = blocks.stop == shape.layers
-        numbered = nn.ModuleDict({str(i): _block(shape, layers) for i in blocks})
+        numbered = nn.ModuleDict({str(i): build_block(shape, layers, i) for i in blocks})
         self.model = nn.ModuleDict()
         if self.is_first or (self.is_last and shape.tied):
             self.model["embed_tokens"] = layers.embedding(shape.vocabulary, shape.width)
+        if self.is_first and shape.positions == "learned":
+            assert shape.max_positions is not None, "a shape checks that"
+            self.model["embed_positions"] = layers.positions(shape.max_positions, shape.width)
         self.model["layers"] = numbered
         if self.is_last:
-            self.model["norm"] = layers.norm(shape.width, shape.norm_epsilon)
+            self.model["norm"] = stream_norm(shape, layers)
             if not shape.tied:
                 self.lm_head = layers.column(shape.width, shape.vocabulary)
         self._blocks: Sequence[nn.Module] = list(numbered.values())
+        self._angles = rotary_angles if shape.positions == "rotary" else _no_angles
 
     def forward(
         self,
@@ -62,27 +70,41 @@ class DecoderStage(nn.Module):
         *,
         tokens_BS: torch.Tensor,
         positions_S: torch.Tensor | None = None,
+        documents_BS: torch.Tensor | None = None,
+        ordinals_BS: torch.Tensor | None = None,
         **_: torch.Tensor,
     ) -> torch.Tensor | StageOutput:
         """Return the next stage's input [B, S, D], or logits [B, S, V] on the last stage.
 
-        Where S is a part of each sequence, ``positions_S`` says which; None counts from 0. In
-        training a model with experts adds the sum of its auxiliary losses, named "experts".
+        In training a model with experts adds the sum of its auxiliary losses, named "experts".
+
+        Args:
+            hidden_BSD: what the stage before returned; None on the first.
+            tokens_BS: tokens, on every stage.
+            positions_S: where S is a part of each sequence, which; None counts from 0.
+            documents_BS: where sequences are packed, the document of each position of the *whole*
+                sequences, int64 and on the CPU, the same on all ranks that share them; negative is
+                padding. Documents do not see each other. None: each sequence is one.
+            ordinals_BS: with documents, where each of the S positions stands in its own.
         """
-        if hidden_BSD is None:
-            hidden_BSD = self.model["embed_tokens"](tokens_BS)
         if positions_S is None:
             positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        cos_SE, sin_SE = rotary_angles(
-            positions_S, self.shape.head_width, self.shape.rope_base, hidden_BSD.dtype
-        )
+        if (documents_BS is None) != (ordinals_BS is None):
+            raise ConfigError(
+                "documents_BS without ordinals_BS, or the reverse: documents that do not see each "
+                "other count their positions from their own start"
+            )
+        self._check_window(positions_S, documents_BS)
+        where = positions_S if ordinals_BS is None else ordinals_BS
+        if hidden_BSD is None:
+            hidden_BSD = self._embed(tokens_BS, where)
+        places = self._places(positions_S, where, documents_BS, hidden_BSD.dtype)
         losses = None
         if self.shape.experts is None:
-            hidden_BSD = self.runner(self._blocks, hidden_BSD, cos_SE, sin_SE)
+            hidden_BSD = self.runner(self._blocks, hidden_BSD, places)
         else:
-            stream = (hidden_BSD, cos_SE.new_zeros(()))
-            between_S = self.layers.between(positions_S)
-            hidden_BSD, losses = self.runner(self._blocks, stream, cos_SE, sin_SE, between_S)
+            stream = (hidden_BSD, places.cos.new_zeros(()))
+            hidden_BSD, losses = self.runner(self._blocks, stream, places)
         if self.is_last:
             hidden_BSD = self._head(self.layers.enter(self.model["norm"](hidden_BSD)))
         if losses is None or not losses.requires_grad:
@@ -95,6 +117,39 @@ class DecoderStage(nn.Module):
         """Return the sum of the token losses, in at least float32; labels are already shifted."""
         return self.layers.cross_entropy(logits_BSV, labels_BS, self.shape.vocabulary).sum()
 
+    def _embed(self, tokens_BS: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        hidden_BSD: torch.Tensor = self.model["embed_tokens"](tokens_BS)
+        if self.shape.positions == "rotary":
+            return hidden_BSD
+        added: torch.Tensor = self.model["embed_positions"](self.layers.between(where))
+        return hidden_BSD + added
+
+    def _places(
+        self,
+        positions_S: torch.Tensor,
+        where: torch.Tensor,
+        documents_BS: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> Places:
+        shape = self.shape
+        cos, sin = self._angles(where, shape.head_width, shape.rope_base, dtype, shape.rope_scaling)
+        between_S = self.layers.between(positions_S)
+        if documents_BS is None:
+            return Places(cos, sin, between_S)
+        valid_BS = documents_BS.to(between_S.device)[:, between_S] >= 0
+        return Places(cos, sin, between_S, valid_BS, Packed.of(documents_BS))
+
+    def _check_window(self, positions_S: torch.Tensor, documents_BS: torch.Tensor | None) -> None:
+        window = self.shape.window
+        if window is None:
+            return
+        length = int(positions_S.max()) + 1 if documents_BS is None else documents_BS.shape[1]
+        if length > window:
+            raise ConfigError(
+                f"sequences of {length} positions are longer than the model's sliding window of "
+                f"{window}, beyond which it is not computed; sequences up to {window} work"
+            )
+
     def _head(self, entered_BSD: torch.Tensor) -> torch.Tensor:
         # A rank's rows of the embedding are its rows of the head: both are cut along V.
         if self.shape.tied:
@@ -104,10 +159,12 @@ class DecoderStage(nn.Module):
         return logits_BSV
 
 
-def _block(shape: ModelShape, layers: Layers) -> nn.Module:
-    if shape.experts is None:
-        return Block(shape, layers)
-    return ExpertBlock(shape, shape.experts, layers)
+def _no_angles(
+    where: torch.Tensor, head_width: int, base: float, dtype: torch.dtype, scaling: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    exact = dtype if dtype == torch.float64 else torch.float32
+    none = torch.empty(0, dtype=exact, device=where.device)
+    return none, none
 
 
 def build_stage(

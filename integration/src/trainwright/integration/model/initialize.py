@@ -22,8 +22,8 @@ def initializer(
     """Return what fills a module's own parameters with the plain model's values at their place.
 
     Matrices are normal with a standard deviation of 0.02, those that write into the residual
-    stream divided by √(2·layers); vectors are ones, buffers zeros. Each element depends on seed,
-    parameter name and global index alone.
+    stream divided by √(2·layers); biases are zeros, other vectors ones, buffers zeros. Each element
+    depends on seed, parameter name and global index alone.
 
     Args:
         placements: of every parameter, by its full name.
@@ -41,7 +41,7 @@ def initializer(
             name = f"{path}.{own}" if path else own
             placement = placements[name]
             if len(placement.global_shape) < 2:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if own == "bias" else 1.0)
                 continue
             writes_residual = name.endswith(WRITERS)
             std = WEIGHT_STD / (2 * shape.layers) ** 0.5 if writes_residual else WEIGHT_STD
