@@ -17,7 +17,8 @@ import torch
 from trainwright.checkpointing.state import Retention, StateStore
 from trainwright.collectives import Communicator, ReduceOp
 from trainwright.integration.config import RunConfig
-from trainwright.integration.data import Corpus, default_source, fit_ngrams, read_corpus
+from trainwright.integration.data import Corpus, fit_ngrams, read_corpus
+from trainwright.integration.data.choice import default_source
 from trainwright.integration.data.reader import evenly_spaced
 from trainwright.integration.errors import ConfigError, DataError
 from trainwright.integration.evaluation import evaluate

@@ -1,24 +1,30 @@
-"""Text files as one stream of byte tokens, a share of the files held out."""
+"""Text files in memory as one stream of byte tokens, a share of the files held out."""
 
 from __future__ import annotations
 
 import hashlib
-import sysconfig
+from fractions import Fraction
 from pathlib import Path
 
 import attrs
 import numpy as np
 
-from trainwright.integration.errors import DataError
+from trainwright.integration.data.choice import HELD_OUT_SHARE
+from trainwright.integration.data.dataset import Dataset
+from trainwright.integration.data.protocol import Samples
+from trainwright.integration.data.reader import Rows
+from trainwright.integration.data.sources.record import Document
+from trainwright.integration.data.sources.text import TextFiles
+from trainwright.integration.data.tokenizer import ByteTokenizer
+from trainwright.integration.data.tokens import Tokens
 
-HELD_OUT_SHARE = 0.05
 SEPARATOR = b"\0"
 """Stands after each file: text holds no zero byte, so the model learns where files end."""
 
 
 @attrs.frozen(eq=False)
 class Corpus:
-    """Training and held-out bytes.
+    """Training and held-out bytes, where they are few; a run maps them from files instead.
 
     Args:
         train: uint8 [n], training files one after another, each followed by a zero byte.
@@ -42,10 +48,50 @@ class Corpus:
         digest.update(self.held_out.data)
         return digest.hexdigest()
 
+    @property
+    def tokenizer(self) -> ByteTokenizer:
+        """Bytes."""
+        return ByteTokenizer()
 
-def default_source() -> Path:
-    """Return the folder of the running interpreter's standard library."""
-    return Path(sysconfig.get_path("stdlib"))
+    @property
+    def byte_stream(self) -> np.ndarray:
+        """The training bytes."""
+        return self.train
+
+    def describe(self) -> str:
+        """Return how much there is, in one line."""
+        return self.with_documents("stream").describe()
+
+    def samples(self, sequence_length: int, seed: int) -> Samples:
+        """Return the samples of a run.
+
+        Raises:
+            DataError: there is less than one.
+        """
+        return self.with_documents("stream").samples(sequence_length, seed)
+
+    def held_out_rows(self, sequence_length: int, count: int) -> Rows:
+        """Return up to ``count`` held-out sequences, spread over what is held out.
+
+        Raises:
+            DataError: there is none.
+        """
+        return self.with_documents("stream").held_out_rows(sequence_length, count)
+
+    def with_documents(self, packing: str) -> Dataset:
+        """Return this data with its documents packed in another way, see `Tokens.rows`."""
+        ends = [np.flatnonzero(part == 0) + 1 for part in (self.train, self.held_out)]
+        return Dataset(
+            train=(Tokens(self.train, ends[0], 0),),
+            held_out=(Tokens(self.held_out, ends[1], 0, what="held-out part"),),
+            weights=(Fraction(1),),
+            tokenizer=ByteTokenizer(),
+            packing=packing,
+            checksum=self.checksum,
+            source=self.source,
+            files=self.files,
+            skipped=self.skipped,
+        )
 
 
 def read_corpus(source: Path, pattern: str = "*", held_out_share: float = HELD_OUT_SHARE) -> Corpus:
@@ -63,82 +109,11 @@ def read_corpus(source: Path, pattern: str = "*", held_out_share: float = HELD_O
     Raises:
         DataError: the path is missing, empty or holds no text.
     """
-    if not source.exists():
-        raise DataError(f"data path {source} does not exist; give a text file or a folder of them")
-    if source.is_file():
-        return _single_file(source, held_out_share)
-    texts: dict[str, bytes] = {}
-    skipped = []
-    for path in _files_below(source, pattern):
-        content = path.read_bytes()
-        name = path.relative_to(source).as_posix()
-        if _is_text(content):
-            texts[name] = content
-        elif content:
-            skipped.append(name)
-    if not texts:
-        reason = "holds only binary files" if skipped else "holds no file with text"
-        raise DataError(f"data folder {source} {reason} (names like {pattern}); give text files")
-    if len(texts) == 1:
-        return _single_file(source / next(iter(texts)), held_out_share)
-    held = _held_out_names(list(texts), held_out_share)
-    return Corpus(
-        train=_join([text for name, text in texts.items() if name not in held]),
-        held_out=_join([text for name, text in texts.items() if name in held]),
-        files=len(texts),
-        skipped=tuple(skipped),
-        source=str(source),
-    )
-
-
-def _single_file(path: Path, held_out_share: float) -> Corpus:
-    content = path.read_bytes()
-    if not content:
-        raise DataError(f"data file {path} is empty; give a file with text")
-    if not _is_text(content):
-        raise DataError(f"data file {path} is binary, not text; give a text file")
-    cut = len(content) - int(len(content) * held_out_share)
-    return Corpus(
-        train=_join([content[:cut]]),
-        held_out=_join([content[cut:]]),
-        files=1,
-        skipped=(),
-        source=str(path),
-    )
-
-
-def _files_below(folder: Path, pattern: str) -> list[Path]:
-    passed_over = {"__pycache__", "site-packages", "dist-packages"}
-    found = []
-    for path in folder.rglob(pattern):
-        parts = path.relative_to(folder).parts
-        hidden = any(part.startswith(".") or part in passed_over for part in parts)
-        if not hidden and path.is_file():
-            found.append(path)
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
-
-
-def _is_text(content: bytes) -> bool:
-    if not content or b"\0" in content:
-        return False
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _held_out_names(names: list[str], share: float) -> set[str]:
-    # A draw by name, not by position: adding a file moves no other file between the two parts.
-    ordered = sorted(names, key=_draw)
-    held = [name for name in ordered if _draw(name) < share] or ordered[:1]
-    return set(held[: len(names) - 1])
-
-
-def _draw(name: str) -> float:
-    digest = hashlib.blake2b(name.encode(), digest_size=8, person=b"held-out").digest()
-    return int.from_bytes(digest, "little") / 2**64
-
-
-def _join(texts: list[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(text + SEPARATOR for text in texts), dtype=np.uint8)
+    files = TextFiles(source, pattern)
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for held_out, record in files.split(held_out_share):
+        assert isinstance(record, Document)
+        parts[held_out].extend([*record.pieces, SEPARATOR])
+    train, held = (np.frombuffer(b"".join(part), dtype=np.uint8) for part in parts)
+    only = files.paths[0] if files.files == 1 else source
+    return Corpus(train, held, files=files.files, skipped=files.skipped, source=str(only))

@@ -30,18 +30,12 @@ class Sequences(Protocol):
     """Finitely many rows of one length; any of them is had without the others.
 
     Laws: ``sequence(i)`` is the same whenever and by whichever thread it is asked for; every row
-    has as many tokens; all rows have documents, or none has. `testing.check_sequences` holds an
-    implementation to them.
+    has as many tokens; all rows have documents, or none has.
     """
 
     @property
     def num_sequences(self) -> int:
         """How many there are."""
-        ...
-
-    @property
-    def checksum(self) -> str:
-        """Hexadecimal digits that tell this data from other data."""
         ...
 
     def sequence(self, index: int) -> Sequence:

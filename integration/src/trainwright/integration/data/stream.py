@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 
 from trainwright.integration.data.protocol import Sequence
@@ -18,7 +16,8 @@ class Stream:
     Args:
         tokens: integers [n], in memory or mapped from a file.
         sequence_length: inputs a row.
-        ends: increasing integers, where each document ends (the place after its last token). None:
+        ends: increasing integers, where each document ends (the place after its last token).
+        end_token: the last token of each document, where ``ends`` are not known. Without either,
             rows are read as one document each.
         counts: bool or uint8 [n], false where a token is never a target. None: all are.
         what: name of the stream in errors.
@@ -33,6 +32,7 @@ class Stream:
         sequence_length: int,
         *,
         ends: np.ndarray | None = None,
+        end_token: int | None = None,
         counts: np.ndarray | None = None,
         what: str = "data",
     ) -> None:
@@ -47,17 +47,8 @@ class Stream:
         self.tokens = tokens
         self.sequence_length = sequence_length
         self.ends = ends
+        self.end_token = end_token
         self.counts = counts
-
-    @property
-    def checksum(self) -> str:
-        """SHA-256 of the tokens, as hexadecimal digits."""
-        digest = hashlib.sha256()
-        for part in (self.tokens, self.ends, self.counts):
-            if part is not None:
-                digest.update(f"{part.dtype} {len(part)}\n".encode())
-                digest.update(np.ascontiguousarray(part).data)
-        return digest.hexdigest()
 
     def sequence(self, index: int) -> Sequence:
         """Return row ``index``."""
@@ -67,6 +58,9 @@ class Stream:
         return Sequence(self.tokens[start:stop], self._documents(start, stop), counts)
 
     def _documents(self, start: int, stop: int) -> np.ndarray | None:
+        if self.end_token is not None:
+            ended = self.tokens[start : stop - 1] == self.end_token
+            return np.concatenate(([0], np.cumsum(ended)))
         if self.ends is None:
             return None
         first, last = np.searchsorted(self.ends, (start, stop), side="right")

@@ -1,0 +1,266 @@
+"""What is done to data before ranks start: tokenised once, into files that all of them map."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from trainwright.integration.data.choice import (
+    TOKENISED,
+    DataChoice,
+    WeightedPath,
+    format_of,
+    open_source,
+)
+from trainwright.integration.data.dataset import Dataset
+from trainwright.integration.data.encoding import encoded
+from trainwright.integration.data.headless import headless_entry
+from trainwright.integration.data.learned import (
+    FILE,
+    LearnedTokenizer,
+    make_tokenizer,
+    vocabulary_of,
+)
+from trainwright.integration.data.manifest import (
+    HELD_OUT,
+    MANIFEST,
+    TRAIN,
+    Manifest,
+    SourceEntry,
+    checksum_of,
+    read_manifest,
+    token_path,
+)
+from trainwright.integration.data.sources.files import fingerprint_of
+from trainwright.integration.data.sources.megatron import prefix_of
+from trainwright.integration.data.sources.record import Document, Record, Source
+from trainwright.integration.data.token_file import written_tokens
+from trainwright.integration.data.tokenizer import BYTES, Tokenizer
+from trainwright.integration.errors import ConfigError, DataError
+
+
+@attrs.frozen(eq=False)
+class Found:
+    """A source of a run.
+
+    Args:
+        path: where it is, and its weight.
+        kind: its format.
+        role: ``train``, or ``held-out`` where all of it is held out.
+        text: what goes through its records; None where it is tokens already.
+    """
+
+    path: WeightedPath
+    kind: str
+    role: str
+    text: Source | None
+
+    @property
+    def place(self) -> Path:
+        """Where it is, from the root."""
+        return self.path.place.absolute()
+
+
+def find_sources(choice: DataChoice) -> list[Found]:
+    """Look for the data, and at it as far as that is quick; nothing is written.
+
+    Raises:
+        DataError: a source is missing, empty, binary or of another format.
+    """
+    paths = [(path, TRAIN) for path in choice.paths]
+    if choice.held_out is not None:
+        paths.append((WeightedPath(Path(choice.held_out)), HELD_OUT))
+    found = []
+    for path, role in paths:
+        kind = format_of(path.place, choice.format)
+        text = None if kind in TOKENISED else open_source(path, choice)
+        if text is None and choice.chat:
+            raise DataError(f"--chat reads rows with messages, and {path.place} holds tokens")
+        found.append(Found(path, kind, role, text))
+    return found
+
+
+def known_vocabulary(choice: DataChoice) -> int:
+    """Return how many tokens the model must know, before anything is tokenised.
+
+    Raises:
+        ConfigError: the tokenizer is none that is known.
+        DataError: data that should have one cannot be read.
+    """
+    if choice.tokenizer is None:
+        own = [p.place for p in choice.paths if format_of(p.place, choice.format) == "tokens"]
+        if own:
+            return read_manifest(own[0]).read_tokenizer(own[0]).vocabulary
+    return vocabulary_of(choice.tokenizer or BYTES, choice.end_token)
+
+
+def prepare_data(choice: DataChoice, folder: Path) -> Dataset:
+    """Tokenise data into a folder, or find it there as it was left; one rank does this.
+
+    Documents are read one after another; none stays in memory. What is tokens already is left where
+    it is, and looked through.
+
+    Args:
+        choice: what to read, and how.
+        folder: where token files go, beside the manifest that `open_data` reads.
+
+    Returns:
+        The data; other ranks get the same from `open_data`.
+
+    Raises:
+        DataError: data is missing, of another format, or holds tokens outside of the vocabulary.
+        ConfigError: the tokenizer cannot be had.
+    """
+    try:
+        sources = find_sources(choice)
+        key = _key_of(choice, sources)
+        return _left_there(folder, key) or _prepare(choice, sources, key, folder)
+    except OSError as error:
+        raise DataError(f"cannot read the data: {error}") from error
+
+
+def open_data(folder: Path) -> Dataset:
+    """Map the data that `prepare_data` has left in a folder.
+
+    Raises:
+        DataError: there is none, or a file is missing or truncated.
+    """
+    return read_manifest(folder).open(folder)
+
+
+def _prepare(choice: DataChoice, sources: list[Found], key: str, folder: Path) -> Dataset:
+    folder.mkdir(parents=True, exist_ok=True)
+    # Without it the folder holds nothing, whatever files are in it.
+    (folder / MANIFEST).unlink(missing_ok=True)
+    tokenizer = _tokenizer_of(choice, sources)
+    if isinstance(tokenizer, LearnedTokenizer):
+        (folder / FILE).write_text(tokenizer.content, encoding="utf-8")
+    share = 0.0 if choice.held_out is not None else choice.held_out_share
+    entries = [
+        _entry_of(found, choice, tokenizer, folder / str(number), share)
+        for number, found in enumerate(sources)
+    ]
+    manifest = Manifest.of(key, tokenizer, choice.packing, entries)
+    data = manifest.open(folder)
+    for tokens in (*data.train, *data.held_out):
+        tokens.check_vocabulary(tokenizer.vocabulary)
+    manifest = attrs.evolve(manifest, checksum=checksum_of(data))
+    manifest.write(folder)
+    return manifest.open(folder)
+
+
+def _left_there(folder: Path, key: str) -> Dataset | None:
+    """Return the data of a folder where it is that of ``key`` and whole."""
+    try:
+        manifest = read_manifest(folder)
+        if manifest.key != key:
+            return None
+        data = manifest.open(folder)
+        return data if checksum_of(data) == manifest.checksum else None
+    except (DataError, ConfigError):
+        return None
+
+
+def _key_of(choice: DataChoice, sources: list[Found]) -> str:
+    """Return what changes wherever the tokens would."""
+    described: list[Any] = [attrs.asdict(attrs.evolve(choice, data=None, held_out=None))]
+    if choice.tokenizer is not None and Path(choice.tokenizer).exists():
+        described.append(make_tokenizer(choice.tokenizer, tuple, choice.end_token).describe())
+    for found in sources:
+        described.append([found.kind, found.role, str(found.path.weight), _fingerprint(found)])
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+
+def _fingerprint(found: Found) -> str:
+    if found.text is not None:
+        return found.text.fingerprint()
+    if found.kind == "tokens":
+        return f"{found.place} {read_manifest(found.place).checksum}"
+    prefix = prefix_of(found.place)
+    pair = [Path(f"{prefix}.idx"), Path(f"{prefix}.bin")]
+    files = pair if found.kind == "megatron" else [found.place]
+    return f"{found.place} {fingerprint_of(files, found.place.parent)}"
+
+
+def _tokenizer_of(choice: DataChoice, sources: list[Found]) -> Tokenizer:
+    own = [
+        (found.place, read_manifest(found.place).read_tokenizer(found.place))
+        for found in sources
+        if found.kind == "tokens"
+    ]
+
+    def training() -> Iterator[bytes]:
+        share = 0.0 if choice.held_out is not None else choice.held_out_share
+        for found in sources:
+            if found.text is not None and found.role == TRAIN:
+                yield from _texts(found.text.split(share))
+
+    if choice.tokenizer is None and own:
+        chosen = own[0][1]
+    else:
+        chosen = make_tokenizer(choice.tokenizer or BYTES, training, choice.end_token)
+    for place, tokenizer in own:
+        if tokenizer.describe() != chosen.describe():
+            raise ConfigError(
+                f"{place} was tokenised with another tokenizer than the rest of the data; "
+                "tokenise it anew, or leave --tokenizer out"
+            )
+    return chosen
+
+
+def _texts(records: Iterable[tuple[bool, Record]]) -> Iterator[bytes]:
+    for held_out, record in records:
+        if held_out:
+            continue
+        if isinstance(record, Document):
+            yield from record.pieces
+        else:
+            yield from (message.content.encode() for message in record.messages)
+
+
+def _entry_of(
+    found: Found, choice: DataChoice, tokenizer: Tokenizer, place: Path, share: float
+) -> SourceEntry:
+    entry = SourceEntry(
+        source=str(found.path.place),
+        weight=str(found.path.weight),
+        role=found.role,
+        place=place.name,
+    )
+    if found.role == HELD_OUT:
+        share = 0.0
+    if found.text is not None:
+        parts = (TRAIN, HELD_OUT) if share else (TRAIN,)
+        _write(found.text, tokenizer, [token_path(place, part) for part in parts], share, choice)
+        return attrs.evolve(entry, parts=parts, files=found.text.files, skipped=found.text.skipped)
+    if found.kind != "tokens":
+        return headless_entry(entry, found.place, found.kind, choice.token_dtype, place, share)
+    held_out = read_manifest(found.place).open(found.place).held_out
+    if found.role == HELD_OUT and held_out:
+        raise DataError(
+            f"--held-out {found.place} has a held-out part of its own; tokenise it with "
+            "--held-out-share 0"
+        )
+    return attrs.evolve(entry, place=str(found.place))
+
+
+def _write(
+    source: Source, tokenizer: Tokenizer, paths: list[Path], share: float, choice: DataChoice
+) -> None:
+    dtype = np.dtype(tokenizer.dtype)
+    with ExitStack() as opened:
+        writers = [
+            opened.enter_context(written_tokens(path, dtype, counts=choice.chat)) for path in paths
+        ]
+        for each in encoded(source.split(share), tokenizer):
+            writer = writers[each.part.held_out]
+            writer.add(each.tokens, counts=each.part.counts)
+            if each.part.ends:
+                writer.end_document()
