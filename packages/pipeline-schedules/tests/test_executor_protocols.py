@@ -27,7 +27,14 @@ from trainwright.pipeline_schedules.execute import (
     PipelineError,
     PipelineExecutor,
     Reducer,
+    Timed,
     Transport,
+)
+from trainwright.pipeline_schedules.execute.program import Instruction, Operation
+from trainwright.pipeline_schedules.execute.stopwatch import (
+    HostStopwatch,
+    StreamStopwatch,
+    stopwatch_for,
 )
 
 
@@ -343,7 +350,10 @@ def test_a_timeline_holds_every_operation_in_order_where_it_is_asked_for() -> No
     def on_rank(comm: Communicator) -> Any:
         executor = PipelineExecutor(gpipe(2, 2), {comm.rank: Affine()}, comm, loss=total)
         assert executor.step(inputs, divisor=1.0).timeline is None
-        return executor.step(inputs, divisor=1.0, timed=True).timeline
+        before = time.perf_counter()
+        result = executor.step(inputs, divisor=1.0, timed=True)
+        assert before <= result.began_s <= time.perf_counter()
+        return result.timeline
 
     first, last = LocalWorld(2, timeout_s=10.0).run(on_rank)
 
@@ -361,6 +371,33 @@ def test_a_timeline_holds_every_operation_in_order_where_it_is_asked_for() -> No
         "wait for gradient",
         "B",
     }
+
+
+def test_an_accelerators_timeline_has_the_times_at_which_its_stream_passed_events() -> None:
+    clock = iter(range(100))
+
+    class Event:
+        """Passed at the next full millisecond; ``synchronize`` is asked for once."""
+
+        waited = 0
+
+        def record(self) -> None:
+            self.at = next(clock)
+
+        def synchronize(self) -> None:
+            Event.waited += 1
+
+        def elapsed_time(self, later: Event) -> float:
+            return float(later.at - self.at)
+
+    watch = StreamStopwatch(Event)
+    for operation in (Operation.FORWARD, Operation.BACKWARD):
+        watch.start()
+        watch.stop(Instruction(operation, stage=0, microbatch=1, label=""))
+
+    assert watch.read() == (Timed("F", 0, 1, 0.001, 0.002), Timed("B", 0, 1, 0.003, 0.004))
+    assert Event.waited == 1
+    assert isinstance(stopwatch_for(torch.device("cpu")), HostStopwatch)
 
 
 def test_profilers_see_readable_names() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
@@ -36,9 +35,10 @@ from trainwright.pipeline_schedules.execute.requirements import (
     require_own,
     require_skips,
 )
-from trainwright.pipeline_schedules.execute.result import StepResult, Timed
+from trainwright.pipeline_schedules.execute.result import StepResult
 from trainwright.pipeline_schedules.execute.run import Parts, Run
 from trainwright.pipeline_schedules.execute.split import SplitProducts
+from trainwright.pipeline_schedules.execute.stopwatch import stopwatch_for
 from trainwright.pipeline_schedules.execute.transfers import Links
 from trainwright.pipeline_schedules.execute.weight_gradients import WeightGradients
 from trainwright.pipeline_schedules.lowering import lower
@@ -204,22 +204,24 @@ class PipelineExecutor:
     def _execute(self, program: Program, run: Run, timed: bool) -> StepResult:
         # Asked once a run: opening a range costs more than starting most transfers.
         profiling = autograd_profiler._is_profiler_enabled
-        timeline: list[Timed] = []
-        begin = time.perf_counter()
+        watch = stopwatch_for(self._parts.links.transport.device) if timed else None
         instruction: Instruction | None = None
         try:
             for instruction in program.instructions:
-                start = time.perf_counter() - begin
+                if watch is not None:
+                    watch.start()
                 with record_function(instruction.label) if profiling else _NO_SPAN:
                     run.perform(instruction)
-                if timed:
-                    timeline.append(_timed(instruction, start, time.perf_counter() - begin))
+                if watch is not None:
+                    watch.stop(instruction)
             instruction = None
             result = run.finish()
         except BaseException as cause:
             self._give_up(cause, instruction, run)
             raise
-        return attrs.evolve(result, timeline=tuple(timeline)) if timed else result
+        if watch is None:
+            return result
+        return attrs.evolve(result, timeline=watch.read(), began_s=watch.began_s)
 
     def _give_up(self, cause: BaseException, instruction: Instruction | None, run: Run) -> None:
         """Say where it happened, release weights and tell the peers."""
@@ -243,11 +245,6 @@ class PipelineExecutor:
             abort(cause)
         except Exception as failure:
             cause.add_note(f"and telling the other ranks failed: {failure!r}")
-
-
-def _timed(instruction: Instruction, start_s: float, stop_s: float) -> Timed:
-    slot = (instruction.stage, instruction.microbatch)
-    return Timed(instruction.operation.value, *slot, start_s, stop_s)
 
 
 @contextlib.contextmanager

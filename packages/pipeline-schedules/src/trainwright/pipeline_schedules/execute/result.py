@@ -10,9 +10,10 @@ import torch
 
 @attrs.frozen
 class Timed:
-    """When one operation ran on this rank, by the host's clock, in seconds from the run's start.
+    """When one operation ran on this rank, in seconds from the run's start.
 
-    On an accelerator these are the times at which work was handed to it.
+    On the CPU that is by the host's clock. On an accelerator these are the times at which the
+    stream passed events before and after its work, waits for transfers included.
 
     Attributes:
         operation: ``F``, ``B``, ``SEND_F``, ``RECV_F`` (started), ``wait for input``, ….
@@ -37,6 +38,7 @@ class StepResult:
         loss_sum: Sum of the losses of all microbatches, neither divided nor scaled, float64, 0-d,
             without history; zero on ranks that do not have the last stage.
         timeline: What this rank did, in order, where it was asked for.
+        began_s: When the run began, by `time.perf_counter` of this process; 0 without a timeline.
         losses: Likewise the sums of the further losses of this rank's stages, by name.
         whole_backwards: How many backwards that the schedule splits ran whole in I, because
             nothing in them could be split.
@@ -46,6 +48,7 @@ class StepResult:
 
     loss_sum: torch.Tensor
     timeline: tuple[Timed, ...] | None = None
+    began_s: float = 0.0
     losses: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     whole_backwards: int = 0
     unsplit: Mapping[str, int] = attrs.field(factory=dict)
