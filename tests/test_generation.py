@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import pytest
@@ -14,7 +15,13 @@ from trainwright.checkpointing.activations import keep_all
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.config import RunConfig
 from trainwright.integration.generation import continuations
-from trainwright.integration.model import ModelShape, PlainLayers, build_stage, initialize_
+from trainwright.integration.model import (
+    DecoderStage,
+    ModelShape,
+    PlainLayers,
+    build_stage,
+    initialize_,
+)
 from trainwright.integration.parts import assemble
 from trainwright.integration.sampling import Sampling
 from trainwright.pipeline_schedules.execute.output import as_stage_output
@@ -25,6 +32,20 @@ NUM_TOKENS = 6
 PROMPTS = (b"Licensor", b"of the License", b"You")
 DENSE = attrs.evolve(GROUPED, layers=4)
 TIED = attrs.evolve(DENSE, tied=True)
+LEARNED = attrs.evolve(
+    DENSE,
+    kv_heads=8,
+    tied=True,
+    norm="layer",
+    positions="learned",
+    max_positions=15,
+    activation="gelu_tanh",
+    gated=False,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+)
+NORMED = attrs.evolve(DENSE, qk_norm=True, qkv_bias=True, head_features=6)
 
 Said = list[tuple[list[int | None], torch.Tensor]]
 """At each step the token of every row, and the logits of all rows."""
@@ -46,7 +67,7 @@ class Watched(Sampling):
         return super().draw(logits_BV, rows_B, step)
 
 
-def said_in(config: RunConfig, shape: ModelShape, prompts: Sequence[bytes], **options: int) -> Said:
+def said_in(config: RunConfig, shape: ModelShape, prompts: Sequence[bytes], **options: Any) -> Said:
     """Return what a layout says; of each row's logits all ranks that have them have the same."""
 
     def work(world: Communicator) -> tuple[list[list[int | None]], Seen]:
@@ -95,8 +116,8 @@ def assert_same(found: Said, wanted: Said) -> None:
         ({"layout": "tp=2"}, TIED),
         ({"layout": "tp=8", "sequence_parallel": True}, DENSE),
         ({"layout": "pp=2", "schedule": "zb-v"}, TIED),
-        ({"layout": "tp=2,pp=2", "schedule": "interleaved-1f1b"}, DENSE),
-        ({"layout": "cp=2", "context": "ulysses"}, DENSE),
+        ({"layout": "tp=2,pp=2", "schedule": "interleaved-1f1b"}, LEARNED),
+        ({"layout": "cp=2", "context": "ulysses"}, NORMED),
         ({"layout": "dp=2,tp=2", "zero": 3}, DENSE),
         ({"layout": "dp=2,pp=2", "zero": 3, "gather": "action"}, TIED),
         ({"layout": "dp=2,tp=2,ep=4,etp=1", "sequence_parallel": True}, SPARSE),
@@ -109,4 +130,26 @@ def test_a_layout_with_a_cache_says_what_the_plain_model_says(
 ) -> None:
     found = said_in(settings(dtype="float64", microbatches=2, **layout), shape, PROMPTS)
 
-    assert_same(found, said_plainly(shape, PROMPTS, 17))
+    assert_same(found, said_plainly(shape, PROMPTS, shape.max_positions or 17))
+
+
+def test_with_a_cache_each_token_is_read_once_until_the_window_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+    forward = DecoderStage.forward
+
+    def counted(self: DecoderStage, *args: Any, tokens_BS: torch.Tensor, **inputs: Any) -> Any:
+        read.append(tokens_BS.numel())
+        return forward(self, *args, tokens_BS=tokens_BS, **inputs)
+
+    monkeypatch.setattr(DecoderStage, "forward", counted)
+    prompts = (b"Licensor", b"Lic")
+    config = settings(dtype="float64", sequence_length=11)
+    with_cache = said_in(config, DENSE, prompts)
+    # The window holds what is drawn from 8, 9, 10 and 11 tokens; of 12 the last 11 are seen.
+    assert read == [16, 2, 2, 2, 22, 22]
+
+    read.clear()
+    assert_same(said_in(config, DENSE, prompts, cached=False), with_cache)
+    assert read == [16, 18, 20, 22, 22, 22]

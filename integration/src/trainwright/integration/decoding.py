@@ -13,8 +13,8 @@ from torch import nn
 
 from trainwright.checkpointing.activations import keep_all
 from trainwright.integration.model import DecoderStage, TensorParallelLayers, build_stage
-from trainwright.integration.model.blocks import at_least_float32
 from trainwright.integration.model.cache import KeyValueCache
+from trainwright.integration.model.norms import at_least_float32
 from trainwright.integration.model_parts import ModelParts
 from trainwright.sharding import Mesh
 
@@ -81,7 +81,14 @@ class Decoder:
 
     def _positions(self, places: Sequence[int], length: int) -> Mapping[str, torch.Tensor]:
         steps_S = torch.arange(length, device=self._device)
-        return {"positions_S": steps_S + places[0]}
+        if len(set(places)) == 1:
+            return {"positions_S": steps_S + places[0]}
+        # Rows that stand at places of their own are documents of their own, with ordinals.
+        return {
+            "positions_S": steps_S,
+            "documents_BS": torch.zeros(len(places), length, dtype=torch.int64),
+            "ordinals_BS": torch.tensor(places, device=self._device)[:, None] + steps_S,
+        }
 
 
 @contextlib.contextmanager

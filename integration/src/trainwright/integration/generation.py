@@ -62,14 +62,15 @@ def continuations(
         num_tokens: at most so many.
         sampling: the rule.
         stop: tokens that end a row; they are yielded.
-        window: None takes the length of the sequences that the model is trained on.
+        window: None takes the length of the sequences that the model is trained on, or what the
+            model has positions for where that is less.
         cached: whether keys and values are kept; False reads whole windows at each step.
 
     Yields:
         A token for each prompt; None for a row that has ended.
 
     Raises:
-        ConfigError: a prompt is empty.
+        ConfigError: a prompt is empty, or the model has no positions for the window.
         GenerationError: logits are not numbers; on every rank.
 
     Communicates: what `Decoder` does, forwards only, and for each token one all-reduce over the
@@ -78,7 +79,7 @@ def continuations(
     """
     if not prompts or not all(prompts):
         raise ConfigError("a prompt must have at least one token, got none")
-    window = window or parts.config.batch.sequence_length
+    window = _fitting(parts, window)
     rows = _Rows(parts, prompts)
     capacity = min(window, max(len(prompt) for prompt in prompts) + num_tokens)
     ended = [False] * len(prompts)
@@ -99,6 +100,21 @@ def continuations(
                 return
 
 
+def _fitting(parts: ModelParts, window: int | None) -> int:
+    shape = next(iter(parts.model.stages.values())).shape
+    limits = [parts.config.batch.sequence_length] if window is None else [window]
+    if shape.window is not None:
+        limits.append(shape.window)
+    if shape.positions == "learned" and shape.max_positions is not None:
+        limits.append(shape.max_positions)
+    if window is not None and (window < 1 or min(limits) < window):
+        raise ConfigError(
+            f"the model cannot see {window} tokens at once; 1 to {min(limits[1:], default=window)} "
+            "work"
+        )
+    return min(limits)
+
+
 class _Rows:
     """All rows, and which of them this rank reads."""
 
@@ -116,8 +132,7 @@ class _Rows:
 
     def read(self, decoder: Decoder, window: int, *, anew: bool) -> torch.Tensor | None:
         rows = [self._tokens[row] for row in self._read]
-        lengths = {len(row) for row in rows}
-        if anew or max(lengths) > window or len(lengths) > 1:
+        if anew or max(len(row) for row in rows) > window:
             return decoder.read([row[-window:] for row in rows])
         return decoder.advance([row[-1] for row in rows], [len(row) - 1 for row in rows])
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from trainwright.integration.model.blocks import attend_causally
+from trainwright.integration.model.packing import Packed, attend_causally
 from trainwright.integration.sequence_part import Attend
 
 
@@ -47,7 +47,7 @@ class KeyValueCache:
         q_BHSE: torch.Tensor,
         k_BKSE: torch.Tensor,
         v_BKSE: torch.Tensor,
-        documents: object = None,
+        documents: Packed | None = None,
     ) -> torch.Tensor:
         """Return what the queries see [B, H, S, E], and keep the keys and values.
 
