@@ -21,6 +21,7 @@ from trainwright.integration.settings import (
     ParallelSettings,
     RateSettings,
     SavingSettings,
+    WatchingSettings,
     tree,
 )
 from trainwright.integration.settings.leaf import leaf
@@ -63,6 +64,7 @@ class RunConfig:
     guards: GuardSettings = attrs.field(factory=GuardSettings)
     saving: SavingSettings = attrs.field(factory=SavingSettings)
     evaluation: EvaluationSettings = attrs.field(factory=EvaluationSettings)
+    watching: WatchingSettings = attrs.field(factory=WatchingSettings)
 
     @classmethod
     def of(cls, **leaves: Any) -> RunConfig:

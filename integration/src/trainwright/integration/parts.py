@@ -98,6 +98,10 @@ class Parts:
         """Largest gradient norm."""
         return self.config.optimizer.clip
 
+    def is_measured(self, step: int) -> bool:
+        """Whether the ranks are measured at a step; on every rank alike."""
+        return self.config.watching.is_measured(step, self.steps)
+
     def start(self) -> Progress:
         """Return the progress of a run that has not begun."""
         return Progress()

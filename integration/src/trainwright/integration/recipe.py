@@ -9,6 +9,7 @@ import attrs
 
 from trainwright.integration.parts import Parts, Progress
 from trainwright.integration.recovering import guards_state, recovery_of
+from trainwright.pipeline_schedules.execute import StepResult
 from trainwright.sharding import StepTotals, one_norm
 from trainwright.stability_guards import Verdict, clip_, report_from_totals
 
@@ -28,6 +29,7 @@ class StepRecord:
         tokens: valid tokens of the global batch.
         seconds: duration of the step on this rank.
         verdict: what the guards decided.
+        pipeline: what the pipeline gave back on this rank, with its timeline at measured steps.
     """
 
     step: int
@@ -37,6 +39,7 @@ class StepRecord:
     tokens: int
     seconds: float
     verdict: Verdict
+    pipeline: StepResult | None = attrs.field(default=None, eq=False, repr=False)
 
 
 def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) -> None:
@@ -59,7 +62,9 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
         made = progress.step + 1
         batch = parts.feed.next_batch()
         scale = parts.scaler.get_scale()
-        result = parts.executor.step(batch.inputs, divisor=batch.divisor, loss_scale=scale)
+        result = parts.executor.step(
+            batch.inputs, divisor=batch.divisor, loss_scale=scale, timed=parts.is_measured(made)
+        )
         parts.model.wait()
         totals = one_norm(
             parts.mesh,
@@ -82,6 +87,7 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
             tokens=report.tokens,
             seconds=time.perf_counter() - started,
             verdict=verdict,
+            pipeline=result,
         )
         for observe in observers:
             observe(record)

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +23,10 @@ LOCK = "lock"
 WRITER = "lock.first-rank"
 METRICS = "metrics.jsonl"
 SUPERSEDED = "metrics.superseded.jsonl"
+MEASURED = "measured.jsonl"
+ABOUT = "about.json"
+SUMMARY = "summary.json"
+TENSORBOARD = "tensorboard"
 JOURNAL = "journal.jsonl"
 CHECKPOINTS = "checkpoints"
 PLOT = "loss.png"
@@ -184,30 +189,27 @@ class RunFolder:
         return RunConfig.load(self.path / CONFIG)
 
     def rewind(self, step: int) -> None:
-        """Move metrics of steps after ``step`` aside: the resumed run makes these steps again."""
-        if not self.metrics.exists():
-            return
-        kept: list[str] = []
-        superseded: list[str] = []
-        text = self.metrics.read_text(errors="replace")
-        for line in text.splitlines():
-            (kept if _step_of(line) <= step else superseded).append(line + "\n")
-        if superseded:
-            with (self.path / SUPERSEDED).open("a") as file:
-                file.writelines(superseded)
-                file.flush()
-                os.fsync(file.fileno())
-        if superseded or not text.endswith("\n"):
-            aside = self.metrics.with_suffix(".tmp")
-            aside.write_text("".join(kept))
-            aside.replace(self.metrics)
+        """Forget what is known of steps after ``step``: the resumed run makes these steps again.
+
+        Their metrics are moved aside; what was measured of the ranks and the summary are dropped.
+        """
+        _cut(self.metrics, step, self._set_aside)
+        _cut(self.path / MEASURED, step)
+        (self.path / SUMMARY).unlink(missing_ok=True)
+
+    def _set_aside(self, superseded: list[str]) -> None:
+        with (self.path / SUPERSEDED).open("a") as file:
+            file.writelines(superseded)
+            file.flush()
+            os.fsync(file.fileno())
 
     def losses(self) -> tuple[list[int], list[float]]:
         """Return the steps and losses recorded so far."""
         if not self.metrics.exists():
             return [], []
         lines = self.metrics.read_text(errors="replace").splitlines()
-        rows = [json.loads(line) for line in lines if _step_of(line) < float("inf")]
+        read = [json.loads(line) for line in lines if _step_of(line) < float("inf")]
+        rows = [row for row in read if "loss" in row]
         # A step that was made again after a rollback counts as it was made last.
         losses = {row["step"]: float("nan") if row["loss"] is None else row["loss"] for row in rows}
         steps = sorted(losses)
@@ -228,6 +230,23 @@ def _locked(file: IO[str]) -> bool:
     except OSError as error:
         raise RunFolderError(f"cannot lock {file.name}: {error}") from error
     return True
+
+
+def _cut(path: Path, step: int, first: Callable[[list[str]], None] = lambda lines: None) -> None:
+    """Take the lines of steps after ``step`` out of a file, once ``first`` has seen them."""
+    if not path.exists():
+        return
+    kept: list[str] = []
+    taken: list[str] = []
+    text = path.read_text(errors="replace")
+    for line in text.splitlines():
+        (kept if _step_of(line) <= step else taken).append(line + "\n")
+    if taken:
+        first(taken)
+    if taken or not text.endswith("\n"):
+        aside = path.with_suffix(".tmp")
+        aside.write_text("".join(kept))
+        aside.replace(path)
 
 
 def _step_of(line: str) -> float:

@@ -10,6 +10,7 @@ from trainwright.integration.settings.optimizer import OptimizerSettings
 from trainwright.integration.settings.parallel import ParallelSettings
 from trainwright.integration.settings.rate import RateSettings
 from trainwright.integration.settings.saving import SavingSettings
+from trainwright.integration.settings.watching import WatchingSettings
 
 __all__ = [
     "ActivationSettings",
@@ -22,4 +23,5 @@ __all__ = [
     "ParallelSettings",
     "RateSettings",
     "SavingSettings",
+    "WatchingSettings",
 ]
