@@ -47,6 +47,7 @@ def write_huggingface(
     *,
     max_file_bytes: int = 5_000_000_000,
     tied: Mapping[str, str] | None = None,
+    extra: Mapping[str, bytes] | None = None,
     files: Files | None = None,
 ) -> WrittenFolder:
     """Write tensors as a new folder of safetensors files.
@@ -61,6 +62,7 @@ def write_huggingface(
         weights: Tensors by name; a `LazyTensor` is read part by part while it is written.
         max_file_bytes: Tensor bytes a file; a larger tensor has a file of its own.
         tied: Names that are not to be written, and the name in ``weights`` that stands for each.
+        extra: Other files of the folder, such as config.json, by name.
         files: The file system.
 
     Raises:
@@ -78,7 +80,10 @@ def write_huggingface(
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     try:
         aside.check()
-        _write_all(aside, plans, json.dumps(index, indent=2).encode() + b"\n")
+        beside = dict(extra or {})
+        if len(plans) > 1:
+            beside[INDEX] = json.dumps(index, indent=2).encode() + b"\n"
+        _write_all(aside, plans, beside)
     except Exception as error:
         attempt(aside.discard)
         if isinstance(error, CheckpointingError):
@@ -109,7 +114,7 @@ def _plan_files(
     return plans
 
 
-def _write_all(aside: Aside, plans: list[_FilePlan], index: bytes) -> None:
+def _write_all(aside: Aside, plans: list[_FilePlan], beside: Mapping[str, bytes]) -> None:
     aside.make()
     for plan in plans:
         writer = aside.create(plan.file)
@@ -120,8 +125,8 @@ def _write_all(aside: Aside, plans: list[_FilePlan], index: bytes) -> None:
             writer.sync()
         finally:
             writer.close()
-    if len(plans) > 1:
-        aside.write(INDEX, index)
+    for name, data in beside.items():
+        aside.write(name, data)
     aside.publish()
 
 
