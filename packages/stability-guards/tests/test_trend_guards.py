@@ -140,9 +140,34 @@ def test_a_loss_that_goes_on_rising_diverges_and_one_that_has_stepped_up_does_no
 
     assert alarms[0].verdict is Verdict.ROLLBACK
     assert alarms[0].step <= 200 + 50 + 200
+    assert "and has risen all the way" in alarms[0].reason
     assert replay([*base, *stepped], DivergenceGuard()) == []
     assert replay([*base, *stepped, *steady(300, loss=2.39)], DivergenceGuard()) == []
     assert replay([*base, *steady(100, loss=3.0, first=200)], DivergenceGuard()) != []
+
+
+@pytest.mark.parametrize("apart", [40, 60, 95, 130, 200])
+def test_two_steps_up_within_one_window_are_no_divergence_wherever_they_fall(apart):
+    base = steady(400)
+    for first in (0, 7, 14):
+        up = [*steady(first + apart, loss=2.2), *steady(600, loss=2.38)]
+
+        assert replay([*base, *up], DivergenceGuard()) == []
+
+
+def test_a_divergence_counts_noise_of_the_losses_against_itself():
+    rising = [2.0 + 0.0006 * max(at - 300, 0) for at in range(700)]
+    swing = [0.9, -0.7, 0.1, -1.1, 1.2, -0.2, 0.5, -0.6, 0.8, -0.9]
+
+    def steps(noise):
+        history = [
+            Report(at, loss=level + noise * swing[at % 10], norm=1.0)
+            for at, level in enumerate(rising)
+        ]
+        return [alarm.step for alarm in replay(history, DivergenceGuard())]
+
+    assert 500 < steps(0.005)[0] < 640
+    assert steps(0.2) == []
 
 
 def test_a_loss_that_stands_still_stalls_and_one_that_falls_or_has_risen_and_fallen_does_not():

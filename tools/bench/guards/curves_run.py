@@ -17,11 +17,12 @@ from trainwright.stability_guards import (
 )
 from trainwright.stability_guards.curves import Curve, Fault, healthy, with_fault
 
-EVIDENCE = (3.0, 10.0, 30.0, 60.0, 120.0, 250.0)
-NOISE = (0.1, 0.5, 2.0)
+EVIDENCE = (3.0, 10.0, 30.0, 80.0, 120.0, 250.0)
+TREND = (0.01, 0.02, 0.03, 0.05, 0.08)
 ALLOWED = {Fault.NON_FINITE: 0, Fault.SPIKE: 2, Fault.DIVERGENCE: 200}
 HORIZON = 50_000
-LEAD, TAIL = 400, 600  # steps before the earliest onset of a fault, and after it
+# Steps before the earliest onset of a fault, and after it: the slowest is 5% up after some 560.
+LEAD, TAIL = 400, 900
 
 
 @attrs.frozen
@@ -37,11 +38,11 @@ def listen(curve: Curve, stop: int | None = None) -> Calls:
     """Run every guard, at every setting of its dial, over the first ``stop`` steps."""
     joint = JointSpikeGuard()
     spoken: State = joint.initial()
-    guards: dict[float, Guard] = {noise: DivergenceGuard(noise=noise) for noise in NOISE}
-    states = {noise: guard.initial() for noise, guard in guards.items()}
+    guards: dict[float, Guard] = {trend: DivergenceGuard(trend=trend) for trend in TREND}
+    states = {trend: guard.initial() for trend, guard in guards.items()}
     others = any_of(NonFiniteGuard(), StallGuard())
     other_state = others.initial()
-    calls = Calls({e: [] for e in EVIDENCE}, {n: [] for n in NOISE}, [])
+    calls = Calls({e: [] for e in EVIDENCE}, {t: [] for t in TREND}, [])
     for report in curve.reports():
         if report.step == stop:
             break
@@ -51,10 +52,10 @@ def listen(curve: Curve, stop: int | None = None) -> Calls:
         for evidence, steps in calls.spikes.items():
             if alone or spoken["evidence"] >= evidence:
                 steps.append(report.step)
-        for noise, guard in guards.items():
-            states[noise], verdict = guard.update(states[noise], report)
+        for trend, guard in guards.items():
+            states[trend], verdict = guard.update(states[trend], report)
             if verdict is not Verdict.CONTINUE:
-                calls.divergence[noise].append(report.step)
+                calls.divergence[trend].append(report.step)
         other_state, verdict = others.update(other_state, report)
         if verdict is not Verdict.CONTINUE:
             calls.others.append(report.step)

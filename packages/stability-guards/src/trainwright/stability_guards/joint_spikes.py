@@ -36,10 +36,10 @@ class JointSpikeGuard:
         verdict: what it says.
     """
 
-    evidence: float = attrs.field(default=120.0, validator=positive)
-    least_loss_ratio: float = attrs.field(default=1.15, kw_only=True, validator=positive)
-    least_score: float = attrs.field(default=5.0, kw_only=True, validator=positive)
-    least_norm_ratio: float = attrs.field(default=2.2, kw_only=True, validator=positive)
+    evidence: float = attrs.field(default=80.0, validator=positive)
+    least_loss_ratio: float = attrs.field(default=1.25, kw_only=True, validator=positive)
+    least_score: float = attrs.field(default=4.0, kw_only=True, validator=positive)
+    least_norm_ratio: float = attrs.field(default=2.3, kw_only=True, validator=positive)
     alone: float = attrs.field(default=400.0, kw_only=True, validator=positive)
     window: int = attrs.field(default=128, kw_only=True, validator=whole(4))
     min_history: int = attrs.field(default=32, kw_only=True, validator=whole(1))

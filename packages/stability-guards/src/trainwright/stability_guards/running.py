@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _IQR_OF_NORMAL = 1.349  # the distance between the quartiles of a normal distribution, in sigmas
@@ -45,3 +45,10 @@ def spread_of(window: Mapping[str, Any]) -> float:
         return 0.0
     last = len(ordered) - 1
     return float(ordered[(3 * last + 2) // 4] - ordered[last // 4]) / _IQR_OF_NORMAL
+
+
+def middle_and_spread(ordered: Sequence[float]) -> tuple[float, float]:
+    """Return the median of ordered values, and the distance of their quartiles in sigmas."""
+    last = len(ordered) - 1
+    middle = 0.5 * ordered[last // 2] + 0.5 * ordered[(last + 1) // 2]
+    return middle, (ordered[(3 * last + 2) // 4] - ordered[last // 4]) / _IQR_OF_NORMAL

@@ -8,100 +8,96 @@ import attrs
 
 from trainwright.stability_guards.checks import positive, whole
 from trainwright.stability_guards.protocol import Report, State, Verdict
-from trainwright.stability_guards.running import (
-    count_of,
-    median_of,
-    no_values,
-    spread_of,
-    with_value,
-)
+from trainwright.stability_guards.running import middle_and_spread
 
 
 @attrs.frozen
 class DivergenceGuard:
-    """Speaks where the loss has risen above its minimum and goes on rising.
+    """Speaks where the loss rises and goes on rising, and where it has jumped up and stays.
 
-    The level is the median of the last ``block`` losses. Once it is ``rise`` above its minimum the
-    guard takes the level of the next full block as its anchor, and speaks if within two more
-    blocks the level is above the anchor by ``trend`` and by ``noise`` spreads: two signals that
-    agree, the level and its trend. A level that does not go on rising, as after a change of the
-    data mixture or a restart, is the new minimum. A level ``jump`` above the minimum needs no
-    trend.
+    A point is the median of ``block`` losses, a level the mean of three points; the last 33 points
+    are looked at, at the end of each block. The guard speaks where the level is ``rise`` above the
+    least of them and has risen by ``trend`` even without its steepest stretch of six blocks, and by
+    a fifth of that without its two steepest: a change of the data mixture or a restart lifts the
+    loss in one stretch, a divergence in all. A level ``jump`` above the least needs no more. Where
+    losses are noisier than those that the defaults were tuned on, both must also be so many spreads
+    of the losses inside of a block.
+
+    A rise that takes more than 33 blocks to show is for a second guard, with longer ones.
 
     Args:
-        rise: part of the minimum above which the guard looks closer.
-        jump: part of the minimum above which it speaks at once.
-        trend: part of the anchor by which the level must rise further.
-        noise: spreads of the losses by which it must rise further.
-        block: steps whose median is the level.
+        rise: part of the least level above which the guard looks closer.
+        jump: part of the least level above which it speaks at once.
+        trend: part of the least level by which the level must have risen without a stretch.
+        noise: spreads by which it must have so risen; six times as many for a jump.
+        block: steps whose median is a point.
         signal: what is watched.
         verdict: what it says.
     """
 
     rise: float = attrs.field(default=0.05, validator=positive)
     jump: float = attrs.field(default=0.3, validator=positive)
-    trend: float = attrs.field(default=0.01, kw_only=True, validator=positive)
-    noise: float = attrs.field(default=0.5, kw_only=True, validator=positive)
-    block: int = attrs.field(default=40, kw_only=True, validator=whole(4))
+    trend: float = attrs.field(default=0.05, kw_only=True, validator=positive)
+    noise: float = attrs.field(default=2.5, kw_only=True, validator=positive)
+    block: int = attrs.field(default=10, kw_only=True, validator=whole(4))
     signal: str = attrs.field(default="loss", kw_only=True)
     verdict: Verdict = attrs.field(default=Verdict.ROLLBACK, kw_only=True, converter=Verdict)
 
     def initial(self) -> State:
         """Return the state before the first step."""
-        return {"values": no_values(), "least": None, "since": None, "anchor": None, "reason": ""}
+        return {"values": [], "points": [], "spreads": [], "reason": ""}
 
     def update(self, state: State, report: Report) -> tuple[State, Verdict]:
-        """Take the loss in and judge the level."""
+        """Take the loss in; judge the level at the end of a block."""
         value = report.value(self.signal)
         if value is None or not math.isfinite(value):
             return {**state, "reason": ""}, Verdict.CONTINUE
-        values = with_value(state["values"], value, self.block)
+        values = [*state["values"], value]
         after = {**state, "values": values, "reason": ""}
-        if count_of(values) < self.block:
+        if len(values) < self.block:
             return after, Verdict.CONTINUE
-        level = median_of(values)
-        least = level if state["least"] is None else min(state["least"], level)
-        after["least"] = least
-        # The unit of a loss that is negative or zero at its best.
-        unit = max(abs(least), 1e-30)
-        if level > least + self.jump * unit:
-            text = f"{self.jump:.0%} above its minimum {least:.4g}"
-        elif self._goes_on(after, level, unit):
-            text = f"above its minimum {least:.4g} and rising from {state['anchor']:.4g}"
-        else:
+        point, spread = middle_and_spread(sorted(values))
+        points = [*state["points"], point][-_POINTS:]
+        spreads = [*state["spreads"], spread][-_POINTS:]
+        after.update(values=[], points=points, spreads=spreads)
+        text = self._fault(points, self.noise * sorted(spreads)[len(spreads) // 2])
+        if not text or self.verdict is Verdict.CONTINUE:
             return after, Verdict.CONTINUE
-        if self.verdict is Verdict.CONTINUE:
-            return after, self.verdict
-        after["reason"] = f"step {report.step}: {self.signal} is at {level:.4g}, {text}"
+        after["reason"] = f"step {report.step}: {self.signal} is at {text}"
         return after, self.verdict
 
     def reason(self, state: State) -> str:
         """Say where the level is and where it was."""
         return str(state["reason"])
 
-    def _goes_on(self, state: dict[str, object], level: float, unit: float) -> bool:
-        least, since, anchor = state["least"], state["since"], state["anchor"]
-        assert isinstance(least, float)
-        # Half way down, so that noise about the line does not begin the watch again and again.
-        line = self.rise if since is None else 0.5 * self.rise
-        if level <= least + line * unit:
-            state["since"] = state["anchor"] = None
-            return False
-        age = since + 1 if isinstance(since, int) else 0
-        state["since"] = age
-        if age < self.block:
-            return False
-        if not isinstance(anchor, float):
-            state["anchor"] = level
-            return False
-        values = state["values"]
-        assert isinstance(values, dict)
-        needed = max(self.trend * unit, self.noise * spread_of(values))
-        if age >= 2 * self.block and level > anchor + needed:
-            return True
-        if age >= 3 * self.block:
-            state.update(least=level, since=None, anchor=None)
-        return False
+    def _fault(self, points: list[float], noise: float) -> str:
+        """Say what is wrong with the level; nothing where nothing is."""
+        if len(points) <= _SMOOTHED:
+            return ""
+        levels = [
+            sum(points[at : at + _SMOOTHED]) / _SMOOTHED
+            for at in range(len(points) - _SMOOTHED + 1)
+        ]
+        level, least = levels[-1], min(levels)
+        # The unit of a loss that is negative or zero at its best.
+        unit = max(abs(least), 1e-30)
+        if level - least > max(self.jump * unit, _NOISE_OF_JUMP * noise):
+            return f"{level:.4g}, {self.jump:.0%} above its minimum {least:.4g}"
+        if level - least <= self.rise * unit or len(points) < _POINTS:
+            return ""
+        one, two = _rises_without_stretches(levels[::_SMOOTHED])
+        if one <= max(self.trend * unit, noise) or two <= 0.2 * self.trend * unit:
+            return ""
+        return f"{level:.4g}, above its minimum {least:.4g}, and has risen all the way"
+
+
+def _rises_without_stretches(levels: list[float]) -> tuple[float, float]:
+    """Return the rise from first to last without its steepest stretch, and without its two."""
+    # A step in the middle of a level shows in the two changes beside it.
+    stretches = [later - earlier for earlier, later in zip(levels, levels[2:], strict=False)]
+    whole_rise = levels[-1] - levels[0]
+    apart = [one + two for at, one in enumerate(stretches) for two in stretches[at + 2 :]]
+    return whole_rise - max(stretches), whole_rise - max(apart)
 
 
 @attrs.frozen
@@ -167,5 +163,8 @@ class StallGuard:
         return change <= bound and max(parts) - min(parts) <= 10.0 * bound
 
 
+_POINTS = 33
+_SMOOTHED = 3  # points of a level
+_NOISE_OF_JUMP = 6.0
 _MEDIAN_STEPS = 50
 _PARTS = 8
