@@ -131,7 +131,7 @@ def load_snapshot(parts: Parts, before: Snapshot) -> Progress:
             _fill(state[moment], piece.spec, values[name])
         state["step"].fill_(float(before.step))
     parts.model.publish()
-    parts.feed.load_state_dict({"consumed": before.step * parts.config.batch.global_batch})
+    parts.feed.load_state_dict({"consumed": before.step * parts.config.sizes.global_batch})
     return attrs.evolve(parts.start(), step=before.step, updates=before.step)
 
 

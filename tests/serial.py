@@ -84,7 +84,7 @@ class SerialRun:
         self.model.to(torch.float64 if config.dtype == "float64" else torch.float32)
         initialize_(self.model, placements_of(self.model), shape, config.seed)
         self.reader = Reader(
-            text().train, config.batch.sequence_length, config.batch.global_batch, seed=config.seed
+            text().train, config.batch.sequence_length, config.sizes.global_batch, seed=config.seed
         )
         named = dict(self.model.named_parameters())
         matrices = [p for p in named.values() if p.dim() > 1]
@@ -121,7 +121,7 @@ class SerialRun:
                 "exp_avg_sq": state.second_moments[name].to(parameter.dtype),
             }
         self.step_index = state.step
-        self.reader.load_state_dict({"consumed": state.step * self.config.batch.global_batch})
+        self.reader.load_state_dict({"consumed": state.step * self.config.sizes.global_batch})
 
     def step(self) -> Outcome:
         """Make one step."""

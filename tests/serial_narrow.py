@@ -40,7 +40,7 @@ class NarrowSerialRun(SerialRun):
 
     def __init__(self, shape: ModelShape, config: RunConfig, loss_scale: float = 1.0) -> None:
         one = config.evolve(microbatches=1)
-        super().__init__(shape, one, splits=config.parallel.mesh.dp * config.batch.microbatches)
+        super().__init__(shape, one, splits=config.parallel.mesh.dp * config.sizes.microbatches)
         self.loss_scale = loss_scale
         self.masters = {name: weight.detach().clone() for name, weight in self.named.items()}
         dtypes = policy(config.dtype, keep_fp32=("*norm.weight",))
@@ -59,7 +59,7 @@ class NarrowSerialRun(SerialRun):
         for name, weight in self.named.items():
             weight.copy_(state.weights[name])
         self.step_index = state.step
-        self.reader.load_state_dict({"consumed": state.step * self.config.batch.global_batch})
+        self.reader.load_state_dict({"consumed": state.step * self.config.sizes.global_batch})
 
     def step(self) -> Outcome:
         """Make one step; `scales` are those of the next."""

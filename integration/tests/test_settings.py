@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainwright.checkpointing.activations import keep_all
-from trainwright.integration.cli import main, parser, settle, worker_arguments
+from trainwright.integration.cli import main, parser
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.fitting import check_fits
@@ -25,6 +25,7 @@ from trainwright.integration.model import (
     build_stage,
     preset,
 )
+from trainwright.integration.settling import settle, worker_arguments
 from trainwright.sharding.expert import Routing
 from trainwright.stability_guards import Positions, SpikeGuard, StallGuard, Verdict, any_of
 

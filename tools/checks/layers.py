@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FREE_OF_TORCH = ("pipeline-schedules", "execute")
-IMPORT_NAMES = {"attrs": ("attrs", "attr")}
+IMPORT_NAMES = {"attrs": ("attrs", "attr"), "PyYAML": ("yaml",)}
 
 
 def main() -> int:

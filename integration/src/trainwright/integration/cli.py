@@ -8,9 +8,7 @@ import io
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -24,18 +22,23 @@ from trainwright.integration import (
     report_command,
     worker,
 )
-from trainwright.integration.config import SCALED, RunConfig
+from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError, TrainwrightError
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.preparing import prepare, prepared_by_first
-from trainwright.integration.run_folder import RunFolder
-from trainwright.integration.settings.options import add_options, given_leaves, written
-from trainwright.integration.values import option
+from trainwright.integration.settings.options import add_options
+from trainwright.integration.settings.resolved import resolved
+from trainwright.integration.settling import (
+    TRANSPORTS,
+    allow_other_data,
+    settle,
+    transport_of,
+    worker_arguments,
+)
 from trainwright.precision import LossScaleError
 from trainwright.stability_guards import GuardError, HaltError
 
 _TOLD = (CheckpointingError, CollectiveError, GuardError, HaltError, LossScaleError)
-TRANSPORTS = ("auto", "gloo", "shm", "threads")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,6 +96,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_options(add: Callable[..., Any]) -> None:
+    add("--config", metavar="FILE", help="settings in TOML, YAML or JSON; options go before it")
+    add("--print-config", action="store_true", help="print the settings as JSON, and train nothing")
     add("--out", help="run folder (default runs/DATE-TIME)")
     add("--resume", metavar="DIR", help="continue the run in this folder")
     add("--allow-other-data", action="store_true", help="resume with data that has changed")
@@ -107,6 +112,10 @@ def train_command(options: argparse.Namespace) -> int:
     config, out, resume = settle(options)
     mesh = config.parallel.mesh
     check_fits(config.model.shape, mesh, config)
+    if getattr(options, "print_config", False):
+        sys.stdout.write(config.text())
+        sys.stderr.writelines(f"{line}\n" for line in resolved(config))
+        return 0
     place = launch.place_in_environment(os.environ)
     as_json = getattr(options, "json", False)
     transport = transport_of(options)
@@ -143,70 +152,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "report": report_command.run,
     "train": train_command,
 }
-
-
-def transport_of(options: argparse.Namespace) -> str:
-    """Return what carries messages.
-
-    Raises:
-        ConfigError: two options contradict each other.
-    """
-    as_threads = getattr(options, "threads_as_ranks", False)
-    chosen: str = getattr(options, "comm", "threads" if as_threads else "auto")
-    if as_threads and chosen != "threads":
-        raise ConfigError(f"--threads-as-ranks is --comm threads, got --comm {chosen} besides")
-    return chosen
-
-
-def settle(options: argparse.Namespace) -> tuple[RunConfig, str, bool]:
-    """Return the settings, the run folder and whether a run is continued.
-
-    Raises:
-        ConfigError, RunFolderError: options contradict each other, or no run is there to resume.
-    """
-    given = given_leaves(options)
-    resume = getattr(options, "resume", None)
-    out = getattr(options, "out", None)
-    if resume is None:
-        return RunConfig.of(**given), out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}", False
-    if out is not None and Path(out).resolve() != Path(resume).resolve():
-        raise ConfigError(f"--out {out} contradicts --resume {resume}; a resumed run stays there")
-    stored = RunFolder(Path(resume)).config()
-    before = stored.leaves()
-    for name in ("seed", "sequence_length"):
-        if name in given and given[name] != before[name]:
-            raise ConfigError(
-                f"{option(name)} {given[name]} differs from the run's {before[name]}; the position "
-                "in the data would mean another place"
-            )
-    _check_same_scaling(stored.dtype, given.get("dtype", stored.dtype))
-    return stored.evolve(**given), resume, True
-
-
-def _check_same_scaling(stored: str, wanted: str) -> None:
-    if stored != wanted and {stored, wanted} & set(SCALED):
-        raise ConfigError(
-            f"--dtype {wanted} differs from the run's {stored}: checkpoints of {', '.join(SCALED)} "
-            "hold scales that others lack; any change among the other dtypes works"
-        )
-
-
-def worker_arguments(config: RunConfig, out: str, resume: bool, as_json: bool) -> list[str]:
-    """Return the command line with which each worker runs what was settled here."""
-    arguments = ["train", "--prepared", "--resume" if resume else "--out", out, *written(config)]
-    return [*arguments, "--json"] if as_json else arguments
-
-
-def allow_other_data(options: argparse.Namespace) -> bool:
-    """Whether a run may be continued with data that has changed.
-
-    Raises:
-        ConfigError: no run is continued.
-    """
-    allowed = getattr(options, "allow_other_data", False)
-    if allowed and not hasattr(options, "resume"):
-        raise ConfigError("--allow-other-data has no effect without --resume")
-    return bool(allowed)
 
 
 @record

@@ -24,6 +24,8 @@ from trainwright.integration.settings import (
     WatchingSettings,
     tree,
 )
+from trainwright.integration.settings.batch import BatchSizes
+from trainwright.integration.settings.files import read_file
 from trainwright.integration.settings.leaf import leaf
 from trainwright.integration.values import not_negative, one_of, positive
 from trainwright.precision import PRESETS
@@ -66,6 +68,16 @@ class RunConfig:
     evaluation: EvaluationSettings = attrs.field(factory=EvaluationSettings)
     watching: WatchingSettings = attrs.field(factory=WatchingSettings)
 
+    @property
+    def sizes(self) -> BatchSizes:
+        """The sizes of the global batch, those that were left to others among them.
+
+        Raises:
+            ConfigError: they do not multiply out.
+        """
+        mesh = self.parallel.mesh
+        return self.batch.sizes(mesh.dp, mesh.pp)
+
     @classmethod
     def of(cls, **leaves: Any) -> RunConfig:
         """Return the default settings but for some leaves, such as ``of(layout="tp=2", steps=2)``.
@@ -97,23 +109,37 @@ class RunConfig:
         """
         return cls.of(**tree.flatten(cls, values))
 
+    def text(self) -> str:
+        """Return the settings as JSON, in sections."""
+        return json.dumps(tree.nest(self), indent=2) + "\n"
+
     def save(self, path: Path) -> None:
         """Write the settings as JSON, aside and then renamed."""
         aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(tree.nest(self), indent=2) + "\n")
+        aside.write_text(self.text())
         aside.replace(path)
 
     @classmethod
-    def load(cls, path: Path) -> RunConfig:
-        """Read settings that ``save`` wrote.
+    def read_leaves(cls, path: Path) -> dict[str, Any]:
+        """Return the leaves that a TOML, YAML or JSON file sets, such as one that ``save`` wrote.
 
         Raises:
-            ConfigError: the file is missing or is not a JSON object.
+            ConfigError: the file cannot be read, names a key twice or one that is unknown, or a
+                value is not allowed.
         """
+        values = read_file(path)
         try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read the settings of a run from {path}: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
-        return cls.from_mapping(values)
+            leaves = tree.flatten(cls, values)
+            cls.of(**leaves)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        return leaves
+
+    @classmethod
+    def load(cls, path: Path) -> RunConfig:
+        """Read settings from a file; see `read_leaves`.
+
+        Raises:
+            ConfigError: what `read_leaves` says.
+        """
+        return cls.of(**cls.read_leaves(path))

@@ -56,8 +56,8 @@ def show_command(options: argparse.Namespace) -> int:
         raise ConfigError(f"the journal of {options.run} has nothing to show: {known}")
     corpus = worker.load_corpus(config)
     folder.check_data(corpus.checksum, corpus.source, allow_other=False)
-    batch = config.batch
-    reader = Reader(corpus.train, batch.sequence_length, batch.global_batch, seed=config.seed)
+    length, size = config.batch.sequence_length, config.sizes.global_batch
+    reader = Reader(corpus.train, length, size, seed=config.seed)
     for entry in chosen:
         _show(entry, reader, as_json=options.json)
     return 0

@@ -23,7 +23,7 @@ def evaluate(parts: Parts, tokens_NS: torch.Tensor, labels_NS: torch.Tensor) -> 
     """
     ranks = parts.mesh.size("dp")
     rank = parts.mesh.coordinate("dp")
-    rows = max(1, parts.config.batch.global_batch // (ranks * parts.config.batch.microbatches))
+    rows = parts.config.sizes.micro_batch
     # Ranks make as many passes as the fullest one: sharded weights are gathered by all together.
     passes = -(-len(tokens_NS) // (ranks * rows))
     tokens, labels = _equal_parts(tokens_NS[rank::ranks], labels_NS[rank::ranks], rows, passes)

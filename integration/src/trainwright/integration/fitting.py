@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from trainwright.checkpointing.activations import parse_keeper, parse_policy
 from trainwright.integration.config import RunConfig
-from trainwright.integration.data.reader import check_batch
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.float8_fitting import check_float8
 from trainwright.integration.guarding import read_guards
@@ -34,7 +33,7 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     check_float8(shape, mesh, config)
     _check_sequence(mesh, parallel, batch.sequence_length)
     _check_pipeline(shape, mesh, config)
-    check_batch(batch.global_batch, mesh.dp, batch.microbatches)
+    batch.sizes(mesh.dp, mesh.pp)
     _check_sharding(mesh, parallel)
     _check_saving(config.saving)
     if config.rate.warmup_steps(config.steps) > config.steps:
@@ -86,6 +85,7 @@ def _check_pipeline(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> No
             f"--layout {parallel.layout}: {counted} stages need at least as many layers, "
             f"model {config.model.model} has {shape.layers}; {way_out}"
         )
+    parallel.layers_of_stages(shape.layers)
 
 
 def _check_sharding(mesh: MeshShape, parallel: ParallelSettings) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.settings.files import without_repeats
 from trainwright.stability_guards import (
     DivergenceGuard,
     Guard,
@@ -168,14 +169,6 @@ def _check_keys(what: str, values: Any, allowed: Iterable[str]) -> None:
 
 def _read_json(path: str, option: str) -> Any:
     try:
-        return json.loads(Path(path).read_text(), object_pairs_hook=_without_repeats)
+        return json.loads(Path(path).read_text(), object_pairs_hook=without_repeats)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{option} {path}: cannot be read as JSON: {error}") from error
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        repeated = sorted(key for key in made if [name for name, _ in pairs].count(key) > 1)
-        raise ValueError(f"{', '.join(repeated)} is there more than once")
-    return made

@@ -16,6 +16,7 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Reader
 from trainwright.integration.data.reader import evenly_spaced
 from trainwright.integration.run_folder import CONFIG, RunFolder
+from trainwright.integration.settings.resolved import resolved
 
 MAX_PATH = 4096
 
@@ -41,7 +42,7 @@ def prepare(config: RunConfig, out: str, resume: bool, other_data: bool = False)
     if not resume:
         folder.check_free()
     corpus = worker.load_corpus(config)
-    Reader(corpus.train, config.batch.sequence_length, config.batch.global_batch)
+    Reader(corpus.train, config.batch.sequence_length, config.sizes.global_batch)
     evenly_spaced(corpus.held_out, config.batch.sequence_length, 1)
     with contextlib.ExitStack() as held:
         lock = held.enter_context(folder.lock())
@@ -51,10 +52,11 @@ def prepare(config: RunConfig, out: str, resume: bool, other_data: bool = False)
         else:
             folder.create(config, corpus.checksum)
         held.pop_all()
+    numbers = "; ".join(resolved(config))
     skipped = f", {len(corpus.skipped)} binary files left out" if corpus.skipped else ""
     sys.stderr.write(
         f"{corpus.source}: {corpus.files} files, {len(corpus.train):,} bytes to train on, "
-        f"{len(corpus.held_out):,} held out{skipped}\nrun folder {out}\n"
+        f"{len(corpus.held_out):,} held out{skipped}\n{numbers}\nrun folder {out}\n"
     )
     return lock
 

@@ -25,7 +25,7 @@ from trainwright.integration.model import (
     initializer,
 )
 from trainwright.integration.sequence_part import SequencePart
-from trainwright.pipeline_schedules import Schedule, split_layers
+from trainwright.pipeline_schedules import Schedule
 from trainwright.precision import policy
 from trainwright.sharding import Mesh, Partial, placements_of
 from trainwright.sharding.context import ContextLayout
@@ -48,7 +48,7 @@ def build_stages(
     config: RunConfig, shape: ModelShape, mesh: Mesh, schedule: Schedule
 ) -> dict[int, DecoderStage]:
     """Build this rank's stages in master precision, without memory for their weights yet."""
-    blocks = split_layers(shape.layers, schedule.num_stages)
+    blocks = config.parallel.layers_of_stages(shape.layers)
     part = sequence_part(config, mesh)
     sequence = None
     if config.parallel.sequence_parallel:

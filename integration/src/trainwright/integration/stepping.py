@@ -24,7 +24,7 @@ BETAS = (0.9, 0.95)
 def make_schedule(config: RunConfig) -> Schedule:
     """Return what every rank of the pipeline does in a step."""
     chosen = GENERATORS[config.parallel.schedule]
-    return chosen.make(config.parallel.mesh.pp, config.batch.microbatches, config.parallel.chunks)
+    return chosen.make(config.parallel.mesh.pp, config.sizes.microbatches, config.parallel.chunks)
 
 
 def build_executor(
@@ -32,10 +32,10 @@ def build_executor(
 ) -> PipelineExecutor:
     """Build what runs the schedule on this rank's stages."""
     parallel = config.parallel
-    rows = config.batch.global_batch // (parallel.mesh.dp * config.batch.microbatches)
     # Stages hand on the residual stream of one microbatch.
     handed_on = TensorSpec(
-        (rows, local_positions(config, mesh), shape.width), policy(config.dtype).compute
+        (config.sizes.micro_batch, local_positions(config, mesh), shape.width),
+        policy(config.dtype).compute,
     )
     by_schedule = gathers_stages(config)
     plan = WeightPlan(
@@ -68,8 +68,8 @@ def build_feed(config: RunConfig, mesh: Mesh, corpus: Corpus) -> Feed:
     reader = Reader(
         corpus.train,
         config.batch.sequence_length,
-        config.batch.global_batch,
-        microbatches=config.batch.microbatches,
+        config.sizes.global_batch,
+        microbatches=config.sizes.microbatches,
         seed=config.seed,
         data_rank=mesh.coordinate("dp"),
         data_size=config.parallel.mesh.dp,

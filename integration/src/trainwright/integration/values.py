@@ -26,6 +26,12 @@ def not_negative(_: Any, field: attrs.Attribute[Any], value: float) -> None:
         )
 
 
+def share(_: Any, field: attrs.Attribute[Any], value: float) -> None:
+    """Refuse what is no part of a whole."""
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{option(field.name)} must be from 0 to 1, got {value}")
+
+
 def one_of(allowed: tuple[Any, ...]) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
     """Return the check that a value is one of ``allowed``; the error names the nearest."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import attrs
 
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.settings.leaf import leaf
 from trainwright.integration.values import one_of, positive
-from trainwright.pipeline_schedules import GENERATORS
+from trainwright.pipeline_schedules import GENERATORS, split_layers
 from trainwright.sharding import MeshShape
 
 SCHEDULES = tuple(name for name in GENERATORS if name != "forward-only")
@@ -37,6 +39,9 @@ class ParallelSettings:
         schedule: pipeline schedule.
         chunks: stages of the pipeline that each of its ranks holds; None for as many as the
             schedule has, 2 where any number works.
+        first_stage_layers: layers of the pipeline's first stage, which also embeds tokens; None
+            shares layers out evenly.
+        last_stage_layers: layers of its last, which also has the head.
     """
 
     layout: str = leaf("dp=1", "mesh sizes, such as dp=2,tp=2,pp=2")
@@ -53,6 +58,12 @@ class ParallelSettings:
     chunks: int | None = leaf(
         None, "stages a pipeline rank, where the schedule leaves a choice (default 2)", positive
     )
+    first_stage_layers: int | None = leaf(
+        None, "layers of a pipeline's first stage (default: an even share)", positive
+    )
+    last_stage_layers: int | None = leaf(
+        None, "layers of a pipeline's last stage (default: an even share)", positive
+    )
 
     @property
     def mesh(self) -> MeshShape:
@@ -66,3 +77,37 @@ class ParallelSettings:
     def num_stages(self) -> int:
         """Stages of the pipeline over all of its ranks."""
         return self.mesh.pp * (self.chunks or GENERATORS[self.schedule].chunks or 2)
+
+    def layers_of_stages(self, num_layers: int) -> list[range]:
+        """Return the layers of each stage of the pipeline.
+
+        Stages whose layers are not set share the others out evenly.
+
+        Raises:
+            ConfigError: numbers that are set do not leave a layer for every other stage.
+        """
+        stages, first, last = self.num_stages, self.first_stage_layers, self.last_stage_layers
+        if first is None and last is None:
+            return split_layers(num_layers, stages)
+        others = stages - (first is not None) - (last is not None)
+        left = num_layers - (first or 0) - (last or 0)
+        if stages < 2 or left < others or (left > 0 and others == 0):
+            raise ConfigError(_does_not_add_up(num_layers, stages, first, last))
+        sizes = [len(each) for each in split_layers(left, others)] if others else []
+        sizes = [*([first] if first else []), *sizes, *([last] if last else [])]
+        starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
+        return [range(start, stop) for start, stop in itertools.pairwise(starts)]
+
+
+def _does_not_add_up(num_layers: int, stages: int, first: int | None, last: int | None) -> str:
+    named = {"--first-stage-layers": first, "--last-stage-layers": last}
+    given = " + ".join(f"{name} {size}" for name, size in named.items() if size is not None)
+    if stages < 2:
+        return f"{given}: one stage has all {num_layers} layers; leave it out, or set pp"
+    others = stages - given.count("--")
+    if not others:
+        return f"{given} must equal the {num_layers} layers of the model, which has two stages"
+    return (
+        f"{given} leave {num_layers - (first or 0) - (last or 0)} of the {num_layers} layers for "
+        f"the other {others} of {stages} stages, which need one each"
+    )

@@ -1,0 +1,89 @@
+"""From the words of a command line to the settings of a run, and back."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from trainwright.integration.config import SCALED, RunConfig
+from trainwright.integration.errors import ConfigError
+from trainwright.integration.run_folder import RunFolder
+from trainwright.integration.settings.options import given_leaves, written
+from trainwright.integration.values import option
+
+TRANSPORTS = ("auto", "gloo", "shm", "threads")
+
+
+def settle(options: argparse.Namespace) -> tuple[RunConfig, str, bool]:
+    """Return the settings, the run folder and whether a run is continued.
+
+    The command line goes before a file of settings, and that before a run that is continued.
+
+    Raises:
+        ConfigError, RunFolderError: options contradict each other, or no run is there to resume.
+    """
+    given = _said(options)
+    resume = getattr(options, "resume", None)
+    out = getattr(options, "out", None)
+    if resume is None:
+        return RunConfig.of(**given), out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}", False
+    if out is not None and Path(out).resolve() != Path(resume).resolve():
+        raise ConfigError(f"--out {out} contradicts --resume {resume}; a resumed run stays there")
+    stored = RunFolder(Path(resume)).config()
+    before = stored.leaves()
+    for name in ("seed", "sequence_length"):
+        if name in given and given[name] != before[name]:
+            raise ConfigError(
+                f"{option(name)} {given[name]} differs from the run's {before[name]}; the position "
+                "in the data would mean another place"
+            )
+    _check_same_scaling(stored.dtype, given.get("dtype", stored.dtype))
+    return stored.evolve(**given), resume, True
+
+
+def worker_arguments(config: RunConfig, out: str, resume: bool, as_json: bool) -> list[str]:
+    """Return the command line with which each worker runs what was settled here."""
+    arguments = ["train", "--prepared", "--resume" if resume else "--out", out, *written(config)]
+    return [*arguments, "--json"] if as_json else arguments
+
+
+def transport_of(options: argparse.Namespace) -> str:
+    """Return what carries messages.
+
+    Raises:
+        ConfigError: two options contradict each other.
+    """
+    as_threads = getattr(options, "threads_as_ranks", False)
+    chosen: str = getattr(options, "comm", "threads" if as_threads else "auto")
+    if as_threads and chosen != "threads":
+        raise ConfigError(f"--threads-as-ranks is --comm threads, got --comm {chosen} besides")
+    return chosen
+
+
+def allow_other_data(options: argparse.Namespace) -> bool:
+    """Whether a run may be continued with data that has changed.
+
+    Raises:
+        ConfigError: no run is continued.
+    """
+    allowed = getattr(options, "allow_other_data", False)
+    if allowed and not hasattr(options, "resume"):
+        raise ConfigError("--allow-other-data has no effect without --resume")
+    return bool(allowed)
+
+
+def _said(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the leaves that the command line sets, and those of the file that it names."""
+    given = given_leaves(options)
+    file = getattr(options, "config", None)
+    return given if file is None else {**RunConfig.read_leaves(Path(file)), **given}
+
+
+def _check_same_scaling(stored: str, wanted: str) -> None:
+    if stored != wanted and {stored, wanted} & set(SCALED):
+        raise ConfigError(
+            f"--dtype {wanted} differs from the run's {stored}: checkpoints of {', '.join(SCALED)} "
+            "hold scales that others lack; any change among the other dtypes works"
+        )
