@@ -7,11 +7,11 @@ import math
 
 import attrs
 import pytest
+import torch
 
 from tests.serial import GROUPED, settings, text
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.config import RunConfig
-from trainwright.integration.data.reader import evenly_spaced
 from trainwright.integration.evaluation import evaluate
 from trainwright.integration.generation import generate
 from trainwright.integration.parts import assemble
@@ -20,14 +20,30 @@ SHAPE = attrs.evolve(GROUPED, layers=3)
 
 
 @functools.cache
-def outcome(config: RunConfig) -> tuple[float, bytes]:
-    """Return the held-out loss and a sample of an untrained model; all ranks have the same."""
+def outcome(config: RunConfig) -> tuple[float, float, float, bytes]:
+    """Return what an untrained model says, the same on all ranks.
 
-    def work(world: Communicator) -> tuple[float, bytes]:
+    That is the loss of some sequences; that of two documents in one sequence, and in one each; and
+    a sample of text.
+    """
+
+    def work(world: Communicator) -> tuple[float, float, float, bytes]:
         parts = assemble(config, world, text(), SHAPE)
-        tokens, labels = evenly_spaced(text().held_out, config.batch.sequence_length, 5)
+        rows = text().held_out_rows(config.batch.sequence_length, 5)
+        tokens, labels = rows.tokens_NS, rows.labels_NS
         labels[2, 3:9] = -100
-        return evaluate(parts, tokens, labels), generate(parts, b"Licensor", 12)
+        packed = torch.tensor([[0] * 7 + [1] * 8 + [-1] * 2])
+        first, second = tokens[:1].clone(), tokens[:1].roll(-7, 1)
+        in_first, in_second = labels[:1].clone(), labels[:1].roll(-7, 1)
+        in_first[:, 6:] = in_second[:, 7:] = -100
+        in_one = torch.where(torch.arange(17) < 6, labels[:1], in_second.roll(7, 1))
+        in_one[:, 6] = -100
+        return (
+            evaluate(parts, tokens, labels),
+            evaluate(parts, tokens[:1], in_one, packed),
+            evaluate(parts, torch.cat((first, second)), torch.cat((in_first, in_second))),
+            generate(parts, b"Licensor", 12),
+        )
 
     results = set(LocalWorld(config.parallel.mesh.world_size, timeout_s=60.0).run(work))
     assert len(results) == 1
@@ -45,10 +61,13 @@ def outcome(config: RunConfig) -> tuple[float, bytes]:
     ids=lambda layout: layout["layout"],
 )
 def test_held_out_loss_and_generated_text_are_those_of_one_rank(layout: dict[str, object]) -> None:
-    loss, sample = outcome(settings(dtype="float64"))
+    loss, packed, apart, sample = outcome(settings(dtype="float64"))
 
-    found, generated = outcome(settings(dtype="float64", **layout))
+    found, found_packed, found_apart, generated = outcome(settings(dtype="float64", **layout))
 
     assert math.isclose(found, loss, rel_tol=1e-12)
+    assert math.isclose(found_packed, packed, rel_tol=1e-12)
+    assert math.isclose(found_apart, packed, rel_tol=1e-12)
+    assert math.isclose(apart, packed, rel_tol=1e-12)
     assert generated == sample
     assert len(sample) == 12
