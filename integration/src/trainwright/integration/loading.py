@@ -61,8 +61,7 @@ def standing_settings(stored: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     config = attrs.evolve(RunConfig(), **{name: getattr(stored, name) for name in KEPT})
     dtype = "bfloat16" if stored.dtype.startswith("fp8") else stored.dtype
     leaves = {"sequence_length": stored.batch.sequence_length, "seed": stored.seed, "dtype": dtype}
-    config = config.evolve(**{**leaves, **given})
-    return config.evolve(microbatches=1, global_batch=ROWS * config.parallel.mesh.dp)
+    return config.evolve(**{"micro_batch": ROWS, "microbatches": 1, **leaves, **given})
 
 
 def assemble_model(config: RunConfig, world: Communicator, shape: ModelShape) -> StandingModel:
