@@ -35,8 +35,8 @@ FAULTS_OF_PRECISION = (
     Fault(
         "losses are multiplied by twice what gradients are divided by",
         f"{INTEGRATION}/recipe.py",
-        "divisor=batch.divisor, loss_scale=scale)",
-        "divisor=batch.divisor / 2, loss_scale=scale)",
+        "divisor=batch.divisor, loss_scale=scale, timed=",
+        "divisor=batch.divisor / 2, loss_scale=scale, timed=",
         SCALED_LOSS,
     ),
     Fault(
