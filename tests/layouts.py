@@ -16,7 +16,9 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.model import ModelShape
 from trainwright.integration.parts import Parts, Progress, assemble
 from trainwright.integration.recipe import StepRecord, train
-from trainwright.integration.training_state import MOMENTS, materialise_moments
+from trainwright.integration.training_state import materialise_states
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @attrs.frozen(eq=False)
@@ -121,7 +123,7 @@ def step_from(
 
 def load_snapshot(parts: Parts, before: Snapshot) -> Progress:
     """Put a serial state into this rank's pieces."""
-    materialise_moments(parts)
+    materialise_states(parts, before.step)
     for name, piece in parts.model.pieces.items():
         state = parts.optimizer.state[piece.parameter]
         _fill(piece.parameter, piece.spec, before.weights[name])

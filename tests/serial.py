@@ -91,7 +91,7 @@ class SerialRun:
         vectors = [p for p in named.values() if p.dim() < 2]
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": matrices, "weight_decay": config.optimizer.weight_decay},
+                {"params": matrices, "weight_decay": config.optimizer.decay},
                 {"params": vectors, "weight_decay": 0.0},
             ],
             betas=(0.9, 0.95),

@@ -90,7 +90,7 @@ class NarrowSerialRun(SerialRun):
 
     def _updated(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         weights = {n: torch.nn.Parameter(w.clone()) for n, w in self.before.weights.items()}
-        decay = self.config.optimizer.weight_decay
+        decay = self.config.optimizer.decay
         optimizer = torch.optim.AdamW(
             [
                 {"params": [w], "weight_decay": decay if w.dim() > 1 else 0.0}

@@ -281,7 +281,7 @@ def adamw(before: Snapshot, name: str, gradient: torch.Tensor, config: RunConfig
     second = 0.95 * before.second_moments[name] + 0.05 * gradient.square()
     unbiased_first = first / (1 - 0.9 ** (before.step + 1))
     unbiased_second = second / (1 - 0.95 ** (before.step + 1))
-    decay = config.optimizer.weight_decay if weight.dim() > 1 else 0.0
+    decay = config.optimizer.decay if weight.dim() > 1 else 0.0
     return weight * (1 - lr * decay) - lr * unbiased_first / (unbiased_second.sqrt() + 1e-8)
 
 

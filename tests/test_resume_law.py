@@ -59,8 +59,8 @@ def test_the_step_after_a_resume_in_another_layout_is_the_serial_step(
         assert progress is not None
         return [step_from(parts, gradients, progress)]
 
-    LocalWorld(saved.mesh.world_size, timeout_s=60.0).run(save)
-    ranks = LocalWorld(resumed.mesh.world_size, timeout_s=60.0).run(go_on)
+    LocalWorld(saved.parallel.mesh.world_size, timeout_s=60.0).run(save)
+    ranks = LocalWorld(resumed.parallel.mesh.world_size, timeout_s=60.0).run(go_on)
 
     assert_same_step(resumed, join_steps(ranks)[0], snapshot, expected)
 

@@ -246,7 +246,7 @@ def test_what_a_resumed_run_was_told_stays_with_it(finished: Path) -> None:
     resume = ["train", "--threads-as-ranks", "--resume", str(finished)]
     assert main([*resume, "--steps", "5", "--layout", "dp=2"]) == 0
     assert RunFolder(finished).config().steps == 5
-    assert RunFolder(finished).config().layout == "dp=2"
+    assert RunFolder(finished).config().parallel.layout == "dp=2"
 
 
 def test_fewer_steps_than_were_made_are_refused(

@@ -150,9 +150,9 @@ FAULTS_OF_THE_WHOLE = (
     ),
     Fault(
         "weight decay pulls at flat pieces of norms",
-        f"{INTEGRATION}/stepping.py",
-        "logical_ndim={name: len(piece.spec.global_shape) for name, piece in pieces.items()},",
-        "logical_ndim={name: 2 for name, piece in pieces.items()},",
+        f"{INTEGRATION}/optimizers/joined.py",
+        "roles={name: name in decaying for name in pieces},",
+        "roles={name: True for name in pieces},",
     ),
     Fault(
         "the learning rate moves on twice a step",

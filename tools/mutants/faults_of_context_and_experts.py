@@ -86,9 +86,9 @@ FAULTS_OF_CONTEXT_AND_EXPERTS = (
     ),
     Fault(
         "going back leaves the moments as they are",
-        f"{INTEGRATION}/live_state.py",
-        "                    moments[key].copy_(kept)\n",
-        "                    moments[key] = moments[key]\n",
+        f"{INTEGRATION}/optimizers/states.py",
+        "                now[key].copy_(value)\n",
+        "                now[key] = now[key]\n",
         RECOVERED,
     ),
     Fault(

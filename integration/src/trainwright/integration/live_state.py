@@ -8,8 +8,9 @@ from typing import Any
 import attrs
 import torch
 
+from trainwright.integration import optimizers
 from trainwright.integration.parts import Parts, Progress
-from trainwright.integration.training_state import COUNTERS, materialise_moments
+from trainwright.integration.training_state import COUNTERS
 
 
 @attrs.frozen(eq=False)
@@ -19,7 +20,7 @@ class LiveState:
     Not the data position and not the guards' memory, which `Recovery` keeps.
 
     Args:
-        parts: whose weights, moments, loss scale, FP8 scales and generators.
+        parts: whose weights, optimizer, loss scale, FP8 scales and generators.
         progress: whose counters.
     """
 
@@ -29,11 +30,10 @@ class LiveState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state; its tensors are the live ones."""
         parts = self.parts
-        materialise_moments(parts)
         pieces = parts.model.pieces
         return {
             "weights": {name: piece.parameter.detach() for name, piece in pieces.items()},
-            "moments": {n: parts.optimizer.state[piece.parameter] for n, piece in pieces.items()},
+            "optimizer": optimizers.snapshot(parts.optimizer),
             "float8": [state.state_dict() for state in parts.scales.states],
             "loss_scaler": parts.scaler.state_dict(),
             "own": {name: each.state_dict() for name, each in parts.own.items()},
@@ -47,12 +47,7 @@ class LiveState:
         parts = self.parts
         for name, piece in parts.model.pieces.items():
             piece.parameter.copy_(state["weights"][name])
-            moments = parts.optimizer.state[piece.parameter]
-            for key, kept in state["moments"][name].items():
-                if isinstance(kept, torch.Tensor):
-                    moments[key].copy_(kept)
-                else:
-                    moments[key] = kept
+        optimizers.put_back(parts.optimizer, state["optimizer"])
         parts.model.publish()
         for live, kept in zip(parts.scales.states, state["float8"], strict=True):
             live.load_state_dict(kept)

@@ -23,6 +23,7 @@ from trainwright.integration.numerics import (
     give_float8,
     scales_losses,
 )
+from trainwright.integration.optimizers import Factory, JoinedOptimizer, OptimizerPlan
 from trainwright.integration.sharded import build_stages, gathers_stages, shard_model
 from trainwright.integration.stateful import Stateful
 from trainwright.integration.stepping import (
@@ -77,7 +78,7 @@ class Parts:
     mesh: Mesh
     model: Chunks
     executor: PipelineExecutor
-    optimizer: torch.optim.Optimizer
+    optimizer: JoinedOptimizer
     learning_rate: Callable[[int], float]
     guards: GuardPlan
     journal: Journal
@@ -126,6 +127,8 @@ def assemble(
     corpus: Corpus,
     shape: ModelShape | None = None,
     journal: Journal | None = None,
+    *,
+    optimizer: Factory | OptimizerPlan | None = None,
 ) -> Parts:
     """Build every part of a run on this rank; all ranks call it together.
 
@@ -135,11 +138,14 @@ def assemble(
         corpus: the data, the same on every rank.
         shape: sizes of the model; None takes those of ``config.model``.
         journal: of interventions; None takes one that ends with the process.
+        optimizer: a function of parameter groups that returns an optimizer of ``torch.optim``, or a
+            plan that says what another one has to see; None takes that of the settings. The
+            learning rate is the settings', and so is the weight decay where they say one.
 
     Raises:
         ConfigError, DataError: settings, data and world do not fit, before any communication.
 
-    Communicates: the splits of the mesh.
+    Communicates: the splits of the mesh, and what `build_optimizer` does.
     """
     shape = shape or config.model.shape
     watched = config.guards
@@ -154,7 +160,7 @@ def assemble(
         mesh=mesh,
         model=model,
         executor=build_executor(config, shape, mesh, schedule, model),
-        optimizer=build_optimizer(config, model.pieces),
+        optimizer=build_optimizer(config, model, optimizer),
         learning_rate=warmup_cosine(
             config.optimizer.lr,
             config.rate.warmup_steps(config.steps),

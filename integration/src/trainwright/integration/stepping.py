@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import torch
-
 from trainwright.integration.chunks import Chunks
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Corpus, Reader
 from trainwright.integration.feed import Feed
 from trainwright.integration.model import ModelShape
+from trainwright.integration.optimizers import (
+    Factory,
+    JoinedOptimizer,
+    OptimizerPlan,
+    Options,
+    adamw,
+    build,
+    plan_of,
+)
 from trainwright.integration.sharded import gathers_stages, sequence_part
 from trainwright.pipeline_schedules import GENERATORS, Schedule, WeightPlan, lower
 from trainwright.pipeline_schedules.execute import BoundarySpec, PipelineExecutor, TensorSpec
 from trainwright.precision import policy
 from trainwright.sharding import Mesh
-from trainwright.sharding.data import Piece
 from trainwright.sharding.tensor import Cut
-from trainwright.stability_guards import decay_groups
-
-BETAS = (0.9, 0.95)
 
 
 def make_schedule(config: RunConfig) -> Schedule:
@@ -78,11 +81,21 @@ def build_feed(config: RunConfig, mesh: Mesh, corpus: Corpus) -> Feed:
     return Feed(reader, mesh.communicator("dp", "cp"), sequence_part(config, mesh))
 
 
-def build_optimizer(config: RunConfig, pieces: dict[str, Piece]) -> torch.optim.Optimizer:
-    """Build AdamW over the pieces of this rank; weights of two and more dims decay."""
-    groups = decay_groups(
-        [(name, piece.parameter) for name, piece in pieces.items()],
-        config.optimizer.weight_decay,
-        logical_ndim={name: len(piece.spec.global_shape) for name, piece in pieces.items()},
-    )
-    return torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=BETAS, eps=1e-8, fused=True)
+def build_optimizer(
+    config: RunConfig, model: Chunks, chosen: Factory | OptimizerPlan | None = None
+) -> JoinedOptimizer:
+    """Build the optimizer over the pieces of this rank; weights of two and more dims decay.
+
+    Args:
+        config: the settings.
+        model: whose weights.
+        chosen: an optimizer of yours in place of that of the settings.
+
+    Communicates: what `optimizers.build` does.
+    """
+    settings = config.optimizer
+    models = dict.fromkeys(model.parallel.values())
+    if chosen is None:
+        return build(settings.plan, models, lr=settings.lr, weight_decay=settings.decay)
+    plan = chosen if isinstance(chosen, OptimizerPlan) else plan_of(chosen, adamw(Options()))
+    return build(plan, models, lr=settings.lr, weight_decay=settings.weight_decay)

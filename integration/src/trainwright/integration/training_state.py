@@ -10,7 +10,8 @@ import torch
 
 from trainwright.checkpointing import MismatchError, RankGenerators
 from trainwright.checkpointing.state import Sharded, StateStore
-from trainwright.integration.errors import RunFolderError
+from trainwright.integration import optimizers
+from trainwright.integration.errors import ConfigError, RunFolderError
 from trainwright.integration.parts import Parts, Progress
 from trainwright.stability_guards import (
     AbandonedStateError,
@@ -19,8 +20,11 @@ from trainwright.stability_guards import (
     check_not_abandoned,
 )
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 GENERATORS = "generators"
+KIND = "kind"
+"""Where a checkpoint says which optimizer's states it holds."""
+ALWAYS_BEFORE = "AdamW"
+"""What checkpoints that do not say it hold."""
 COUNTERS = ("step", "updates", "skipped")
 
 
@@ -63,6 +67,7 @@ def restore_state(store: StateStore, parts: Parts) -> Progress | None:
             there are of other runs.
         AbandonedStateError: a rollback has taken back what all checkpoints hold, but not all that
             was trained before them.
+        ConfigError: the checkpoint is of another optimizer.
         RunFolderError: the folder of the checkpoints cannot be read.
 
     Communicates: one broadcast of 8 bytes, and what `StateStore.load` does.
@@ -80,8 +85,6 @@ def restore_state(store: StateStore, parts: Parts) -> Progress | None:
         return None
     tree = _load(store, parts, step)
     run = tree["run"]
-    for piece in parts.model.pieces.values():
-        parts.optimizer.state[piece.parameter]["step"].fill_(float(run["updates"]))
     parts.model.publish()
     parts.feed.load_state_dict(tree["data"])
     parts.scales.restore(tree["float8"], run["step"])
@@ -93,19 +96,14 @@ def restore_state(store: StateStore, parts: Parts) -> Progress | None:
 
 def state_tree(parts: Parts, progress: Progress) -> dict[str, Any]:
     """Return the state as nested dicts; tensors are views of the live ones, but for generators."""
-    materialise_moments(parts)
-    pieces = parts.model.pieces
-    states = parts.optimizer.state
+    materialise_states(parts, progress.updates)
     return {
         "model": {
-            name: Sharded(piece.parameter.detach(), piece.spec) for name, piece in pieces.items()
+            name: Sharded(piece.parameter.detach(), piece.spec)
+            for name, piece in parts.model.pieces.items()
         },
-        "optimizer": {
-            name: {
-                moment: Sharded(states[piece.parameter][moment], piece.spec) for moment in MOMENTS
-            }
-            for name, piece in pieces.items()
-        },
+        "optimizer": optimizers.tree(parts.optimizer),
+        KIND: {"optimizer": parts.optimizer.name},
         "data": parts.feed.state_dict(),
         "run": {name: getattr(progress, name) for name in COUNTERS},
         # As text: what guards remember has other entries at each step.
@@ -117,15 +115,10 @@ def state_tree(parts: Parts, progress: Progress) -> dict[str, Any]:
     }
 
 
-def materialise_moments(parts: Parts) -> None:
-    """Give AdamW the zero moments it would make at its first step, without a step."""
-    for group in parts.optimizer.param_groups:
-        for parameter in group["params"]:
-            if not parts.optimizer.state[parameter]:
-                parts.optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
-                }
+def materialise_states(parts: Parts, updates: int) -> None:
+    """Give the optimizer the states that its first update would make, where these are known."""
+    for each in optimizers.held(parts.optimizer).values():
+        optimizers.materialise(each, updates)
 
 
 def _newest_valid(store: StateStore, parts: Parts) -> int | None:
@@ -164,7 +157,32 @@ def _guards(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load(store: StateStore, parts: Parts, step: int) -> dict[str, Any]:
-    target = state_tree(parts, parts.start())
+    has_kind, updates = _check_optimizer(store, parts, step)
+    filling = optimizers.Filling(parts.optimizer, updates)
+    target = {**state_tree(parts, parts.start()), "optimizer": filling.tree}
+    if not has_kind:
+        del target[KIND]
+    tree = _fill(store, parts, target, step)
+    filling.finish()
+    return tree
+
+
+def _check_optimizer(store: StateStore, parts: Parts, step: int) -> tuple[bool, int]:
+    """Return whether the checkpoint says whose states it holds, and after how many updates."""
+    name = parts.optimizer.name
+    # Before optimizers could be chosen there was one.
+    asked = {KIND: {"optimizer": ALWAYS_BEFORE}, "run": {"updates": 0}}
+    report = store.load_partial(asked, step)
+    saved = report.tree[KIND]["optimizer"]
+    if saved != name:
+        raise ConfigError(
+            f"the checkpoint of step {step} holds the states of {saved}, and this run has {name}, "
+            f"which cannot go on from them; resume with {saved}, or begin a run of its own"
+        )
+    return f"{KIND}/optimizer" not in report.missing, report.tree["run"]["updates"]
+
+
+def _fill(store: StateStore, parts: Parts, target: dict[str, Any], step: int) -> dict[str, Any]:
     if not parts.generators:
         return store.load(target, step)
     generators = _generators(parts)

@@ -6,6 +6,8 @@ from trainwright.integration.optimizers.named import (
     OPTIMIZERS,
     Named,
     Options,
+    adamw,
+    check_options,
     named,
     named_plan,
 )
@@ -43,7 +45,9 @@ __all__ = [
     "Options",
     "Sees",
     "Share",
+    "adamw",
     "build",
+    "check_options",
     "element_wise",
     "held",
     "is_hidden_matrix",

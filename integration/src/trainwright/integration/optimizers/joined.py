@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -63,7 +64,7 @@ class JoinedOptimizer(torch.optim.Optimizer):
 
 
 def build(
-    plan: OptimizerPlan, models: Iterable[DataParallel], *, lr: float, weight_decay: float
+    plan: OptimizerPlan, models: Iterable[DataParallel], *, lr: float, weight_decay: float | None
 ) -> JoinedOptimizer:
     """Build the optimizers of a plan over what this rank keeps of some models.
 
@@ -74,7 +75,7 @@ def build(
         plan: which optimizers.
         models: what shares out the states of this rank's parts of the model.
         lr: learning rate of the first step, unless something sets another one.
-        weight_decay: of matrices.
+        weight_decay: of matrices; None leaves it to what makes the optimizers.
 
     Raises:
         ConfigError: an optimizer has no weight decay, but one is asked for.
@@ -107,12 +108,12 @@ def _decaying(specs: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(name for name, _ in decay_groups(plain, 0.0)[0]["params"])
 
 
-def _with_rate(factory: Factory, lr: float, weight_decay: float) -> Factory:
+def _with_rate(factory: Factory, lr: float, weight_decay: float | None) -> Factory:
     """Return what makes the same optimizer with a learning rate in each group."""
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         made = factory([{**group, "lr": lr} for group in groups])
-        if weight_decay > 0 and "weight_decay" not in made.defaults:
+        if weight_decay and "weight_decay" not in made.defaults:
             raise ConfigError(f"{type(made).__name__} has no weight decay; choose --weight-decay 0")
         return made
 
@@ -123,16 +124,18 @@ def _on_pieces(
     factory: Factory,
     models: Sequence[DataParallel],
     names: Sequence[str],
-    weight_decay: float,
+    weight_decay: float | None,
     decaying: frozenset[str],
 ) -> Member:
     wanted = set(names)
     pieces = {n: piece for m in models for n, piece in m.pieces.items() if n in wanted}
     groups = decay_groups(
         [(name, piece.parameter) for name, piece in pieces.items()],
-        weight_decay,
+        weight_decay or 0.0,
         roles={name: name in decaying for name in pieces},
     )
+    if weight_decay is None:
+        del groups[0]["weight_decay"]
     return Member(factory(groups), pieces, factory)
 
 
@@ -141,7 +144,7 @@ def _on_wholes(
     factory: Factory,
     models: Sequence[DataParallel],
     names: Sequence[str],
-    weight_decay: float,
+    weight_decay: float | None,
     decaying: frozenset[str],
 ) -> list[Member]:
     members: list[Member] = []
@@ -150,13 +153,18 @@ def _on_wholes(
             here = [n for n in names if n in trained_specs(model) and (n in decaying) is decays]
             if not here:
                 continue
-            decay = weight_decay if decays else 0.0
-
-            def make(whole: list[nn.Parameter], decay: float = decay) -> torch.optim.Optimizer:
-                return factory([{"params": whole, "weight_decay": decay}])
-
+            options = {"weight_decay": weight_decay if decays else 0.0}
+            if decays and weight_decay is None:
+                options = {}
+            make = partial(_of_one, factory, options)
             stacked = share.sees is Sees.MATRICES
             wholes = WholeMatrices(model, here, make, stacked=stacked)
             pieces = {name: piece for name, piece in model.pieces.items() if name in here}
             members.append(Member(wholes, pieces))
     return members
+
+
+def _of_one(
+    factory: Factory, options: Mapping[str, Any], whole: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    return factory([{"params": whole, **options}])

@@ -88,15 +88,25 @@ def named_plan(name: str, options: Options | None = None) -> OptimizerPlan:
         ConfigError: there is no such optimizer, or an option is given that it does not use.
     """
     options = options or Options()
-    chosen = named(name)
+    check_options(name, options)
+    return named(name).plan(options)
+
+
+def check_options(name: str, options: Options) -> None:
+    """Refuse options that an optimizer does not use.
+
+    Raises:
+        ConfigError: there is no such optimizer, or an option is given that it does not use.
+    """
+    uses = named(name).uses
     for option in options.given:
-        if option not in chosen.uses:
+        if option not in uses:
             raise ConfigError(
                 f"--{option} is not used by --optimizer {name}, which takes "
-                f"{', '.join(f'--{use}' for use in chosen.uses) or 'no such option'}; leave it out"
+                f"{', '.join(f'--{use}' for use in uses) or 'none of its kind'}; leave it out"
             )
-    plan = chosen.plan(options)
-    return plan
+    if options.nesterov and options.momentum == 0.0:
+        raise ConfigError("--nesterov looks ahead along a momentum; give --momentum, such as 0.9")
 
 
 def named(name: str) -> Named:
@@ -132,8 +142,6 @@ def _adam_options(options: Options) -> dict[str, Any]:
 def _sgd(options: Options) -> OptimizerPlan:
     momentum = 0.9 if options.momentum is None else options.momentum
     nesterov = bool(options.nesterov)
-    if nesterov and momentum == 0.0:
-        raise ConfigError("--nesterov looks ahead along a momentum; give --momentum, such as 0.9")
     return element_wise(partial(torch.optim.SGD, momentum=momentum, nesterov=nesterov, fused=True))
 
 

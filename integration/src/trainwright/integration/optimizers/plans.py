@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import attrs
@@ -48,7 +49,7 @@ class Share:
 
     Args:
         factory: makes it. It is called more than once: for what a rank keeps, for each whole, and
-            for a small parameter that shows what it keeps.
+            for small parameters that show what it makes and keeps.
         sees: what it has to see at once. Of `Sees.MATRICES` a parameter of more than two dims is a
             stack, each matrix of which is a whole.
         takes: which parameters; of those that several take the first share has them.
@@ -126,12 +127,15 @@ def plan_of(factory: Factory, rest: Factory) -> OptimizerPlan:
 
 
 def _class_of(factory: Factory) -> type[torch.optim.Optimizer]:
+    made = factory.func if isinstance(factory, partial) else factory
+    if isinstance(made, type) and issubclass(made, torch.optim.Optimizer):
+        return made
     # A matrix: Muon takes nothing else.
     matrix = nn.Parameter(torch.zeros(2, 2))
-    made = factory([{"params": [("matrix", matrix)], "weight_decay": 0.0}])
-    if not isinstance(made, torch.optim.Optimizer):
+    example = factory([{"params": [("matrix", matrix)], "weight_decay": 0.0}])
+    if not isinstance(example, torch.optim.Optimizer):
         raise ConfigError(
-            f"an optimizer must be a torch.optim.Optimizer, got a {type(made).__name__}; give a "
+            f"an optimizer must be a torch.optim.Optimizer, got a {type(example).__name__}; give a "
             "function of parameter groups that returns one"
         )
-    return type(made)
+    return type(example)

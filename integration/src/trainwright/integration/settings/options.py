@@ -34,7 +34,9 @@ def written(config: RunConfig) -> list[str]:
     words: list[str] = []
     for leaf in leaves_of(RunConfig).values():
         name, value = option(leaf.name), config.leaves()[leaf.name]
-        if leaf.kind.base is bool:
+        if leaf.kind.base is bool and value is None:
+            continue  # what is not said
+        elif leaf.kind.base is bool:
             words.append(name if value else name.replace("--", "--no-", 1))
         elif value is not None or leaf.kind.optional:
             words.append(f"{name}={leaf.kind.write(value)}")

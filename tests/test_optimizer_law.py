@@ -1,0 +1,141 @@
+"""The law for every optimizer: in any layout it makes torch's own updates of the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.optimizer_runs import (
+    PaperLion,
+    assert_same_updates,
+    by_dims,
+    settings,
+    slices_of,
+    updates_in_layout,
+)
+from trainwright.integration.optimizers import OPTIMIZERS
+
+Named = dict[str, nn.Parameter]
+ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
+
+
+def adamw(named: Named, names: list[str] | None = None) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(by_dims(named, 0.1, names), **ADAM, foreach=False)]
+
+
+def adam(named: Named) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adam(by_dims(named, 0.0), **ADAM, foreach=False)]
+
+
+def sgd(named: Named) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(by_dims(named, 0.0), momentum=0.9, foreach=False)]
+
+
+def lion(named: Named) -> list[torch.optim.Optimizer]:
+    return [PaperLion(by_dims(named, 0.1))]
+
+
+def adafactor(named: Named) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adafactor(by_dims(named, 0.1), foreach=False)]
+
+
+def muon(named: Named) -> list[torch.optim.Optimizer]:
+    hidden = [n for n, p in named.items() if ".layers." in n and p.dim() > 1]
+    matrices = [
+        each for n in hidden for each in (slices_of(named[n]) if named[n].dim() > 2 else [named[n]])
+    ]
+    options: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "weight_decay": 0.1}
+    return [
+        torch.optim.Muon(matrices, **options, adjust_lr_fn="match_rms_adamw"),
+        *adamw(named, [n for n in named if n not in hidden]),
+    ]
+
+
+ORACLES: dict[str, Callable[[Named], list[torch.optim.Optimizer]]] = {
+    "adamw": adamw,
+    "adam": adam,
+    "sgd": sgd,
+    "lion": lion,
+    "adafactor": adafactor,
+    "muon": muon,
+}
+SAMPLE: list[tuple[str, str, dict[str, Any]]] = [
+    ("adamw", "dp=2,tp=2", {"zero": 2}),
+    ("adam", "dp=3", {"zero": 1, "global_batch": 6}),
+    ("sgd", "dp=2,pp=2", {"zero": 3, "microbatches": 2}),
+    ("lion", "dp=2,tp=2", {"zero": 3}),
+    ("adafactor", "dp=2,tp=2", {"zero": 2, "sequence_parallel": True}),
+    ("adafactor", "dp=2,pp=2", {"zero": 1, "microbatches": 2, "model": "tiny-tied"}),
+    ("muon", "dp=2,tp=2", {"zero": 3}),
+    ("muon", "dp=2,tp=2,ep=2", {"zero": 1, "model": "tiny-moe"}),
+]
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("dp=1", {}),
+    ("dp=4", {}),
+    ("tp=2", {}),
+    ("tp=3", {}),
+    ("dp=2,tp=2,pp=2", {"microbatches": 2, "sequence_parallel": True}),
+    ("dp=2,pp=2", {"microbatches": 2, "model": "tiny-tied"}),
+    ("dp=2,tp=2,pp=2", {"microbatches": 2, "model": "tiny-tied", "schedule": "zb-v", "chunks": 1}),
+    ("dp=2,cp=2", {}),
+    ("dp=4,dp_shard=2", {}),
+    ("dp=2,tp=2,ep=2", {"model": "tiny-moe"}),
+    ("dp=4,ep=4", {"model": "tiny-moe"}),
+    ("dp=2,tp=2,ep=4,etp=1", {"model": "tiny-moe"}),
+    ("dp=2,cp=2,tp=2,ep=2,etp=4", {"model": "tiny-moe"}),
+]
+
+
+def test_every_named_optimizer_has_an_oracle() -> None:
+    assert set(ORACLES) == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "changes"), SAMPLE, ids=[f"{s[0]}-{s[1].replace(',', '-')}" for s in SAMPLE]
+)
+def test_updates_in_a_layout_are_those_of_torch_on_the_plain_model(
+    name: str, layout: str, changes: dict[str, Any]
+) -> None:
+    found = updates_in_layout(settings(optimizer=name, layout=layout, **changes))
+
+    assert_same_updates(found, ORACLES[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", list(ORACLES))
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    LAYOUTS,
+    ids=[f"{n}-{c[0].replace(',', '-')}" for n, c in enumerate(LAYOUTS)],
+)
+def test_updates_in_every_layout_are_those_of_torch_on_the_plain_model(
+    name: str, zero: int, layout: str, changes: dict[str, Any]
+) -> None:
+    if zero == 0 and "dp_shard" in layout:
+        pytest.skip("refused: nothing is sharded")
+    found = updates_in_layout(settings(optimizer=name, layout=layout, zero=zero, **changes))
+
+    assert_same_updates(found, ORACLES[name])
+
+
+@pytest.mark.parametrize(
+    ("factory", "zero"),
+    [
+        (partial(torch.optim.NAdam, weight_decay=0.01), 2),
+        (lambda groups: torch.optim.Rprop(groups), 1),
+    ],
+    ids=["NAdam", "Rprop"],
+)
+def test_an_optimizer_of_torch_that_has_no_name_here_is_given_from_python(
+    factory: Callable[[Any], torch.optim.Optimizer], zero: int
+) -> None:
+    found = updates_in_layout(settings(layout="dp=2", zero=zero), factory)
+
+    decay = 0.01 if "NAdam" in repr(factory) else 0.0
+    assert_same_updates(found, lambda named: [factory(by_dims(named, decay))])
