@@ -8,6 +8,7 @@ from trainwright.integration.errors import ConfigError
 from trainwright.integration.float8_fitting import check_float8
 from trainwright.integration.guarding import read_guards
 from trainwright.integration.model import ModelShape
+from trainwright.integration.rates import check_rates
 from trainwright.integration.sequence_part import row_of
 from trainwright.integration.settings import ParallelSettings, SavingSettings
 from trainwright.integration.sharded import gathers_stages
@@ -36,11 +37,7 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     batch.sizes(mesh.dp, mesh.pp)
     _check_sharding(mesh, parallel)
     _check_saving(config.saving)
-    if config.rate.warmup_steps(config.steps) > config.steps:
-        raise ConfigError(
-            f"--warmup {config.rate.warmup} must be at most --steps {config.steps}, "
-            "the last update of the run"
-        )
+    check_rates(config)
     _check_activations(config)
     read_guards(config.guards.guards, config.guards.exclude)
 

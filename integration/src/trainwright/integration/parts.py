@@ -24,6 +24,7 @@ from trainwright.integration.numerics import (
     scales_losses,
 )
 from trainwright.integration.optimizers import Factory, JoinedOptimizer, OptimizerPlan
+from trainwright.integration.rates import decay_mover, learning_rate
 from trainwright.integration.sharded import build_stages, gathers_stages, shard_model
 from trainwright.integration.stateful import Stateful
 from trainwright.integration.stepping import (
@@ -35,10 +36,7 @@ from trainwright.integration.stepping import (
 from trainwright.pipeline_schedules.execute import PipelineExecutor
 from trainwright.precision import LossScaler
 from trainwright.sharding import Mesh
-from trainwright.stability_guards import Journal, MemoryJournal, warmup_cosine
-
-FLOOR_SHARE = 0.1
-"""The learning rate falls to this share of its peak."""
+from trainwright.stability_guards import Journal, MemoryJournal
 
 
 @attrs.define
@@ -65,6 +63,8 @@ class Parts:
     Args:
         counts_tokens: 1.0 on the rank of the last stage, whose token counts enter the global sums,
             else 0.0: earlier stages see the same tokens.
+        learning_rate: of the update with a number.
+        move_decay: sets the weight decay of the update with a number.
         guards: what watches the steps.
         journal: of what was done about what they saw, the same on every rank.
         scaler: what the losses are multiplied by before the backward pass.
@@ -80,6 +80,7 @@ class Parts:
     executor: PipelineExecutor
     optimizer: JoinedOptimizer
     learning_rate: Callable[[int], float]
+    move_decay: Callable[[int], None]
     guards: GuardPlan
     journal: Journal
     feed: Feed
@@ -155,18 +156,15 @@ def assemble(
     stages = build_stages(config, shape, mesh, schedule)
     scales = give_float8(config, mesh, stages.values())
     model = shard_model(config, shape, mesh, stages)
+    joined = build_optimizer(config, model, optimizer)
     return Parts(
         config=config,
         mesh=mesh,
         model=model,
         executor=build_executor(config, shape, mesh, schedule, model),
-        optimizer=build_optimizer(config, model, optimizer),
-        learning_rate=warmup_cosine(
-            config.optimizer.lr,
-            config.rate.warmup_steps(config.steps),
-            config.steps,
-            floor=config.optimizer.lr * FLOOR_SHARE,
-        ),
+        optimizer=joined,
+        learning_rate=learning_rate(config.rate, config.optimizer.lr, config.steps),
+        move_decay=decay_mover(config, joined),
         guards=read_guards(watched.guards, watched.exclude, scales_losses=scales_losses(config)),
         journal=MemoryJournal() if journal is None else journal,
         feed=build_feed(config, mesh, corpus),

@@ -100,6 +100,7 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
     clip_(gradients, parts.scaler.unscaled(totals.norm), parts.clip)
     for group in parts.optimizer.param_groups:
         group["lr"] = lr
+    parts.move_decay(progress.updates)
     if not parts.scaler.step(parts.optimizer):
         return _skip(parts, progress, totals)
     parts.scaler.update()
