@@ -65,13 +65,10 @@ ORACLES: dict[str, Callable[[Named], list[torch.optim.Optimizer]]] = {
     "muon": muon,
 }
 SAMPLE: list[tuple[str, str, dict[str, Any]]] = [
-    ("adamw", "dp=2,tp=2", {"zero": 2}),
-    ("adam", "dp=3", {"zero": 1, "global_batch": 6}),
-    ("sgd", "dp=2,pp=2", {"zero": 3, "microbatches": 2}),
-    ("lion", "dp=2,tp=2", {"zero": 3}),
-    ("adafactor", "dp=2,tp=2", {"zero": 2, "sequence_parallel": True}),
-    ("adafactor", "dp=2,pp=2", {"zero": 1, "microbatches": 2, "model": "tiny-tied"}),
-    ("muon", "dp=2,tp=2", {"zero": 3}),
+    ("adam", "dp=2", {"zero": 1}),
+    ("sgd", "pp=2", {"microbatches": 2}),
+    ("lion", "dp=2", {"zero": 3}),
+    ("adafactor", "dp=2,tp=2", {"zero": 2, "model": "tiny-tied"}),
     ("muon", "dp=2,tp=2,ep=2", {"zero": 1, "model": "tiny-moe"}),
 ]
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
@@ -101,7 +98,7 @@ def test_every_named_optimizer_has_an_oracle() -> None:
 def test_updates_in_a_layout_are_those_of_torch_on_the_plain_model(
     name: str, layout: str, changes: dict[str, Any]
 ) -> None:
-    found = updates_in_layout(settings(optimizer=name, layout=layout, **changes))
+    found = updates_in_layout(settings(optimizer=name, layout=layout, steps=2, **changes))
 
     assert_same_updates(found, ORACLES[name])
 
@@ -128,7 +125,7 @@ def test_updates_in_every_layout_are_those_of_torch_on_the_plain_model(
     ("factory", "zero"),
     [
         (partial(torch.optim.NAdam, weight_decay=0.01), 2),
-        (lambda groups: torch.optim.Rprop(groups), 1),
+        pytest.param(lambda groups: torch.optim.Rprop(groups), 1, marks=pytest.mark.long),
     ],
     ids=["NAdam", "Rprop"],
 )
