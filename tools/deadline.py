@@ -2,14 +2,17 @@
 
 ``python -m tools.deadline SECONDS COMMAND…`` exits with the command's code, or with 124 after the
 deadline, when the whole session of processes that the command started is killed by its own id.
+It prints what the command took: seconds, seconds of processors, memory of its largest process.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+import time
 
 GRACE_S = 15.0
 """What a launcher gets to end its workers, before it is killed."""
@@ -17,6 +20,7 @@ GRACE_S = 15.0
 
 def main(seconds: float, command: list[str]) -> int:
     """Run ``command``; return its exit code, or 124 when it took longer than ``seconds``."""
+    began = time.perf_counter()
     child = subprocess.Popen(command, start_new_session=True)
     try:
         return child.wait(seconds)
@@ -27,6 +31,16 @@ def main(seconds: float, command: list[str]) -> int:
         return 130
     finally:
         _end(child)
+        _report(time.perf_counter() - began)
+
+
+def _report(seconds: float) -> None:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"wall {seconds:.1f} s, processors {used.ru_utime + used.ru_stime:.1f} s, "
+        f"largest process {used.ru_maxrss / 1024:.0f} MiB",
+        flush=True,
+    )
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

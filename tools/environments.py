@@ -103,7 +103,8 @@ def pytest(session: nox.Session, kind: str, *arguments: str) -> None:
     if kind != "long":  # the tests of the whole start processes of their own
         most = 4 if kind == "tests" else 2
         command += ["-n", str(min(most, os.cpu_count() or 1)), "--dist", "worksteal"]
-    session.run(*command, "-q", "-c", "pyproject.toml", *arguments, env=threads())
+    named = ["--durations", "10", "--durations-min", "0.5"]
+    session.run(*command, "-q", "-c", "pyproject.toml", *named, *arguments, env=threads())
 
 
 def long_tests(session: nox.Session, expression: str, *paths: str) -> None:
