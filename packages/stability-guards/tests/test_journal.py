@@ -191,6 +191,33 @@ def test_a_damaged_journal_is_refused_on_every_rank(tmp_path):
     assert "line 1" in messages[0]
 
 
+def test_what_the_first_rank_cannot_write_is_an_error_on_every_rank_and_no_entry(tmp_path):
+    path = tmp_path / "journal.jsonl"
+
+    def append(communicator):
+        journal = shared_journal(path, communicator)
+        journal.append(intervention(0))
+        content = path.read_bytes()
+        communicator.barrier()
+        if communicator.rank == 0:
+            path.unlink()
+            path.mkdir()
+        with pytest.raises(JournalError, match="could not journal what is to be done at step"):
+            journal.append(intervention(1))
+        communicator.barrier()
+        if communicator.rank == 0:
+            path.rmdir()
+            path.write_bytes(content)
+        communicator.barrier()
+        journal.append(intervention(1))
+        return journal.entries
+
+    entries = LocalWorld(3).run(append)
+
+    assert entries == [FileJournal(path).entries] * 3
+    assert [entry.number for entry in entries[0]] == [0, 1]
+
+
 def test_metrics_are_replayed_with_null_as_nan_and_without_a_torn_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = [

@@ -122,6 +122,20 @@ def test_more_than_the_budget_is_refused_and_nothing_is_lost():
         MemorySnapshots({}, keep=0)
 
 
+def test_a_budget_that_one_rank_exceeds_is_refused_on_every_rank():
+    def take(communicator):
+        model = nn.Linear(8, 8 if communicator.rank == 1 else 2, bias=False)
+        snapshots = MemorySnapshots(
+            {"model": model}, keep=2, budget_bytes=300, communicator=communicator
+        )
+        snapshots.take(0)
+        with pytest.raises(GuardError, match="would take 512 bytes, more than budget_bytes=300"):
+            snapshots.take(1)
+        return snapshots.steps
+
+    assert LocalWorld(2).run(take) == [(0,), (0,)]
+
+
 def test_the_update_ratio_is_the_largest_over_tensors_whole_or_cut():
     before = [torch.full((4,), 2.0), torch.full((2,), 1.0), torch.zeros(2)]
     after = [torch.full((4,), 2.2), torch.full((2,), 1.05), torch.ones(2)]

@@ -56,6 +56,7 @@ from trainwright.stability_guards.journal import (
     Intervention,
     Journal,
     MemoryJournal,
+    SharedJournal,
     shared_journal,
 )
 from trainwright.stability_guards.measures import (
@@ -180,6 +181,7 @@ __all__ = [
     "RecoveryPlan",
     "Report",
     "Schedule",
+    "SharedJournal",
     "Silence",
     "Snapshot",
     "SpikeGuard",

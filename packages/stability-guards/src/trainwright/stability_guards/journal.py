@@ -199,10 +199,57 @@ class FileJournal:
         return tuple(found)
 
 
-def shared_journal(path: Path | str, communicator: Communicator) -> Journal:
-    """Return the journal of all ranks: rank 0 reads and writes the file, the others follow.
+class SharedJournal:
+    """The journal of all ranks: rank 0 has the file, the others follow.
 
     Every rank appends the same entries, because they follow from the same reports.
+
+    Args:
+        communicator: all ranks.
+        written: the journal in the file, on rank 0; None on the others.
+        entries: what was in it.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        written: Journal | None,
+        entries: tuple[Intervention, ...],
+    ) -> None:
+        self._communicator = communicator
+        self._written = written
+        self._memory = MemoryJournal(entries)
+
+    @property
+    def entries(self) -> tuple[Intervention, ...]:
+        """All interventions, oldest first."""
+        return self._memory.entries
+
+    def append(self, entry: Intervention) -> None:
+        """Add one; it is on disk when this returns, on whichever rank.
+
+        Raises:
+            JournalError: it is not, because of rank 0's disk as well; on every rank alike. The next
+                entry takes its place.
+
+        Communicates: one broadcast of what rank 0 has to say.
+        """
+        problem = ""
+        if self._written is not None:
+            try:
+                self._written.append(entry)
+            except (JournalError, OSError) as error:
+                problem = str(error) or type(error).__name__
+        problem = broadcast_object(self._communicator, problem, root=0)
+        if problem:
+            raise JournalError(
+                f"rank 0 could not journal what is to be done at step {entry.step}: {problem}"
+            )
+        self._memory.append(entry)
+
+
+def shared_journal(path: Path | str, communicator: Communicator) -> SharedJournal:
+    """Return the journal of all ranks, which rank 0 reads from the file and writes to it.
 
     Raises:
         JournalError: the file is damaged; on every rank alike.
@@ -221,7 +268,7 @@ def shared_journal(path: Path | str, communicator: Communicator) -> Journal:
     entries, problem = broadcast_object(communicator, told, root=0)
     if problem:
         raise JournalError(problem)
-    return MemoryJournal(entries) if mine is None else mine
+    return SharedJournal(communicator, mine, entries)
 
 
 def _check_number(entry: Intervention, expected: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from trainwright.collectives import Communicator, ReduceOp
 from trainwright.stability_guards.errors import GuardError
 
 
@@ -53,20 +54,27 @@ class MemorySnapshots:
     Args:
         parts: what makes up the state, by name.
         keep: how many snapshots are kept; the oldest goes before the next is taken.
-        budget_bytes: what they may take together; None for no bound.
+        budget_bytes: what they may take together on a rank; None for no bound.
+        communicator: ranks that take snapshots together; None where each is by itself.
 
     Raises:
         GuardError: ``keep`` is not positive.
     """
 
     def __init__(
-        self, parts: Mapping[str, Stateful], *, keep: int = 2, budget_bytes: int | None = None
+        self,
+        parts: Mapping[str, Stateful],
+        *,
+        keep: int = 2,
+        budget_bytes: int | None = None,
+        communicator: Communicator | None = None,
     ) -> None:
         if keep < 1:
             raise GuardError(f"keep must be at least 1, got {keep}")
         self._parts = dict(parts)
         self._keep = keep
         self._budget_bytes = budget_bytes
+        self._communicator = communicator
         self._kept: dict[int, dict[str, Any]] = {}
 
     @property
@@ -89,18 +97,17 @@ class MemorySnapshots:
 
         Raises:
             GuardError: with it the snapshots would take more than ``budget_bytes``; none is lost.
-                On this rank alone: let ranks agree on ``needed_bytes`` before the first step.
+                On all ranks of the communicator where it is so on one of them.
+
+        Communicates:
+            With a budget, one MAX all-reduce of 8 bytes.
         """
         states = self._states()
         kept = [s for s in self.steps if s != step]
         old = kept[: max(len(kept) - self._keep + 1, 0)]
         if self._budget_bytes is not None:
             stays = sum(bytes_of(self._kept[s]) for s in kept if s not in old)
-            if stays + bytes_of(states) > self._budget_bytes:
-                raise GuardError(
-                    f"snapshots would take {stays + bytes_of(states)} bytes, more than "
-                    f"budget_bytes={self._budget_bytes}; raise it or lower keep={self._keep}"
-                )
+            self._check_budget(self._budget_bytes, stays + bytes_of(states))
         for gone in (*old, *(s for s in (step,) if s in self._kept)):
             del self._kept[gone]
         self._kept[step] = _copied(states, _to_host)
@@ -117,6 +124,17 @@ class MemorySnapshots:
             self._parts[name].load_state_dict(_copied(state, torch.Tensor.clone))
         for later in [s for s in self._kept if s > step]:
             del self._kept[later]
+
+    def _check_budget(self, budget: int, wanted: int) -> None:
+        most = torch.tensor([wanted], dtype=torch.int64)
+        if self._communicator is not None:
+            most = most.to(self._communicator.device)
+            self._communicator.all_reduce(most, ReduceOp.MAX).wait()
+        if most.item() > budget:
+            raise GuardError(
+                f"snapshots would take {most.item()} bytes, more than budget_bytes={budget}; "
+                f"raise it or lower keep={self._keep}"
+            )
 
     def _states(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self._parts.items()}
