@@ -58,6 +58,7 @@ class GuardPlan:
         guard: what judges each step.
         recovery: how a run goes back, and how often.
         snapshots: how many states are kept in host memory to go back to; 0 for none.
+        snapshot_bytes: what they may take together on a rank; None for no bound.
         replicas_every: steps between comparisons of weights that data ranks have alike; 0 for none.
         exclude: positions of the run's sample order that are never read.
     """
@@ -65,6 +66,7 @@ class GuardPlan:
     guard: Guard
     recovery: RecoveryPlan = attrs.field(factory=RecoveryPlan)
     snapshots: int = 2
+    snapshot_bytes: int | None = None
     replicas_every: int = 100
     exclude: Positions = attrs.field(factory=Positions)
 
@@ -80,7 +82,8 @@ def read_guards(text: str, exclude: str | None = None, *, scales_losses: bool = 
     Args:
         text: ``default``, ``none``, or a JSON file such as ``{"guards": {"non-finite": {},
             "joint-spike": {"escalate": {"skips": 2}}}, "recovery": {"snapshot_every": 50},
-            "snapshots": 2, "replicas_every": 100}``, in which all but the guards may be left out.
+            "snapshots": 2, "snapshot_bytes": 1000000000, "replicas_every": 100}``, in
+            which all but the guards may be left out.
             A guard's ``signal`` is "loss" or "norm", its ``verdict`` "SKIP", "ROLLBACK" or "HALT".
         exclude: a JSON file with a list of positions and of spans [start, stop].
         scales_losses: whether a loss scale has to find its place: then a batch that was skipped is
@@ -112,18 +115,19 @@ def read_guards(text: str, exclude: str | None = None, *, scales_losses: bool = 
 
 def _plan_of(values: Any, file: str) -> GuardPlan:
     what = f"--guards {file}"
-    _check_keys(what, values, ("guards", "recovery", "snapshots", "replicas_every"))
+    counts = ("snapshots", "snapshot_bytes", "replicas_every")
+    _check_keys(what, values, ("guards", "recovery", *counts))
     if "guards" not in values:
         raise ConfigError(f'{what} must name "guards"; {{"guards": {{}}}} lets every step be')
     named = values["guards"]
     _check_keys(f"{what}: guards", named, GUARDS)
     guard = any_of(*(_guard(f"{what}: {name}", name, own) for name, own in named.items()))
     recovery = _make(f"{what}: recovery", RecoveryPlan, values.get("recovery", {}))
-    counts = {name: values[name] for name in ("snapshots", "replicas_every") if name in values}
-    for name, value in counts.items():
+    counted = {name: values[name] for name in counts if name in values}
+    for name, value in counted.items():
         if type(value) is not int or value < 0:
             raise ConfigError(f"{what}: {name} must be a whole number from 0, got {value!r}")
-    return attrs.evolve(GuardPlan(guard, recovery), **counts)
+    return attrs.evolve(GuardPlan(guard, recovery), **counted)
 
 
 def _guard(what: str, name: str, values: Any) -> Guard:

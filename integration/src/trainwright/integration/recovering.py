@@ -6,7 +6,7 @@ from typing import Any
 
 from trainwright.integration.live_state import LiveState
 from trainwright.integration.parts import Parts, Progress
-from trainwright.stability_guards import MemorySnapshots, Recovery, Snapshot
+from trainwright.stability_guards import MemorySnapshots, Recovery, Snapshot, bytes_of
 
 
 class NoSnapshots:
@@ -27,6 +27,18 @@ def guards_state(recovery: Recovery, parts: Parts) -> dict[str, Any]:
     return {**recovery.state_dict(), "of": parts.guards.guard_name}
 
 
+def describe_snapshots(parts: Parts, progress: Progress) -> str:
+    """Return a line on what this rank keeps to go back to."""
+    count = parts.guards.snapshots
+    if not count:
+        return "no snapshots to go back to"
+    held = count * bytes_of(LiveState(parts, progress).state_dict())
+    return (
+        f"{count} snapshots to go back to, every {parts.guards.recovery.snapshot_every} steps: "
+        f"{held:,} bytes of this rank's host memory"
+    )
+
+
 def recovery_of(parts: Parts, progress: Progress) -> Recovery:
     """Return what judges the steps of a loop and goes back; ``progress`` moves with it.
 
@@ -38,7 +50,12 @@ def recovery_of(parts: Parts, progress: Progress) -> Recovery:
     plan = parts.guards
     snapshots: Snapshot = NoSnapshots()
     if plan.snapshots:
-        snapshots = MemorySnapshots({"run": LiveState(parts, progress)}, keep=plan.snapshots)
+        snapshots = MemorySnapshots(
+            {"run": LiveState(parts, progress)},
+            keep=plan.snapshots,
+            budget_bytes=plan.snapshot_bytes,
+            communicator=parts.mesh.world,
+        )
     recovery = Recovery(
         plan.guard, snapshots, parts.feed, parts.journal, plan.recovery, plan.exclude
     )

@@ -28,6 +28,7 @@ from trainwright.integration.observers import MetricsFile, display
 from trainwright.integration.parts import Parts, Progress, assemble
 from trainwright.integration.plot import plot_loss
 from trainwright.integration.recipe import Observer, StepRecord, train
+from trainwright.integration.recovering import describe_snapshots
 from trainwright.integration.replica_check import ReplicaCheck
 from trainwright.integration.run_folder import JOURNAL, WRITER, RunFolder
 from trainwright.integration.saver import Saver
@@ -183,6 +184,7 @@ def _train(saver: Saver, folder: RunFolder) -> list[StepRecord]:
     with contextlib.ExitStack() as opened:
         observers: list[Observer] = [lambda record: last.__setitem__(slice(None), [record])]
         if first:
+            sys.stderr.write(f"{describe_snapshots(parts, progress)}\n")
             folder.rewind(progress.step)
             observers.append(opened.enter_context(contextlib.closing(MetricsFile(folder.metrics))))
         show = opened.enter_context(display(first, parts.steps, progress.step))
