@@ -5,23 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import attrs
 import pytest
 
+from tests.running import finish, metrics, started, wait_until
 from trainwright.checkpointing.state import StateStore
 from trainwright.integration.cli import main
 
-DEADLINE_S = 240.0
-COMMAND = [sys.executable, "-m", "trainwright.integration", "train"]
-MARK = "TRAINWRIGHT_TEST_RUN"
 SMALL = ["--sequence-length", "32", "--global-batch", "8", "--evaluate-sequences", "16"]
 SMALL += ["--sample-bytes", "8", "--dtype", "float64"]
 SPARSE = ["--layout", "dp=2,cp=2,ep=2", "--model", "tiny-moe"]
@@ -34,77 +26,6 @@ def book(tmp_path: Path) -> Path:
     path = tmp_path / "book.txt"
     path.write_bytes((Path(__file__).parents[1] / "LICENSE").read_bytes())
     return path
-
-
-@attrs.frozen(eq=False)
-class Running:
-    """A started tool and the mark that all its processes carry in their environment.
-
-    Workers are forked one after the other from one process, which the tool starts.
-    """
-
-    process: subprocess.Popen[str]
-    mark: str
-
-    def members(self) -> dict[int, int]:
-        """Return the living processes of the run, the oldest first, and the parent of each."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                variables = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if f"{MARK}={self.mark}".encode() in variables and fields[0] != "Z":
-                found.append((int(fields[19]), int(folder.name), int(fields[1])))
-        return {pid: parent for _, pid, parent in sorted(found)}
-
-    def workers(self) -> list[int]:
-        """Return the processes of the ranks."""
-        members = self.members()
-        return [pid for pid, parent in members.items() if members.get(parent) == self.process.pid]
-
-
-@contextmanager
-def started(arguments: list[str]) -> Iterator[Running]:
-    """Start the tool; whatever is left of it in the end is killed."""
-    mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        [*COMMAND, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", MARK: mark},
-        start_new_session=True,
-    )
-    running = Running(process, mark)
-    try:
-        yield running
-    finally:
-        for pid in running.members():
-            os.kill(pid, signal.SIGKILL)
-        with process:
-            process.wait(timeout=30)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)
-
-
-def finish(arguments: list[str]) -> tuple[str, str]:
-    """Run the tool to its end; return what it printed. It must leave no process behind."""
-    with started(arguments) as running:
-        output, errors = running.process.communicate(timeout=DEADLINE_S)
-        assert running.process.returncode == 0, errors
-        wait_until(lambda: running.members() == {}, 10)
-    return output, errors
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_eight_processes_train_in_3d_as_one_process_with_eight_threads_does(

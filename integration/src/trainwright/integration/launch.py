@@ -8,24 +8,29 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainwright.collectives import Communicator, LocalWorld, TorchCommunicator
 from trainwright.collectives.shm import SharedMemoryCommunicator
+from trainwright.integration.endings import Ending, ending_of, passing_on
 from trainwright.integration.errors import ConfigError
 
 T = TypeVar("T")
 TIMEOUT_S = 300.0
+_LOOK_S = 0.5
+_GRACE_S = 30.0
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # A fork of the launcher itself would have the locks of threads that it has not.
 _FORKING = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
@@ -139,7 +144,29 @@ def start_workers(size: int, work: Callable[[Sequence[str]], int], arguments: Se
         The exit code: 0, 1 after a failed worker (named on standard error), or 128 + the number
         of the signal that stopped the launcher. No worker is left behind.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    ending = run_workers(size, work, arguments)
+    if ending.reason:
+        sys.stderr.write(ending.reason + "\n")
+    return ending.code
+
+
+def run_workers(
+    size: int,
+    work: Callable[[Sequence[str]], int],
+    arguments: Sequence[str],
+    passed_on: Collection[signal.Signals] = (),
+) -> Ending:
+    """Do what `start_workers` does, and say how it ended.
+
+    Args:
+        size: how many.
+        work: a public function of a module; returns an exit code.
+        arguments: what it is called with.
+        passed_on: signals that are passed on to the workers, which end by themselves then. Another
+            one ends all at once.
+    """
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
@@ -156,18 +183,19 @@ def start_workers(size: int, work: Callable[[Sequence[str]], int], arguments: Se
         max_restarts=0,
         monitor_interval=0.1,
         start_method=_FORKING,
+        signals_to_handle=",".join(each.name for each in _ENDING if each not in passed_on),
     )
-    try:
-        elastic_launch(config, _work)(work, list(arguments))
-    except ChildFailedError as error:
-        sys.stderr.write(describe_failure(error) + "\n")
-        return 1
-    except SignalException as stopped:
-        sys.stderr.write(f"stopped by {stopped.sigval.name}; saved checkpoints are kept\n")
-        return 128 + int(stopped.sigval)
-    except KeyboardInterrupt:
-        return 128 + int(signal.SIGINT)
-    return 0
+    with passing_on(passed_on) as passed:
+        try:
+            elastic_launch(config, _work)(work, list(arguments))
+        except ChildFailedError as error:
+            return ending_of(error, passed)
+        except SignalException as stopped:
+            reason = f"stopped by {stopped.sigval.name}; saved checkpoints are kept"
+            return Ending(128 + int(stopped.sigval), reason)
+        except KeyboardInterrupt:
+            return Ending(128 + int(signal.SIGINT))
+    return Ending(0)
 
 
 def _work(work: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> None:
@@ -177,37 +205,25 @@ def _work(work: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> Non
 
 
 def end_with_launcher() -> None:
-    """Let this process end when the one that called `start_workers` is gone, whatever ended it."""
-    launcher = multiprocessing.parent_process()
-    if launcher is None:
+    """Let this process end when the one that started it as a rank is gone, whatever ended that.
+
+    That is the one that called `start_workers`, or torchrun on this machine.
+    """
+    launcher, parent = multiprocessing.parent_process(), os.getppid()
+    if launcher is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
 
     def wait() -> None:
-        launcher.join()
+        if launcher is not None:
+            launcher.join()
+        while launcher is None and os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        # One that saves first because of that gets as long as torchrun would give it.
+        time.sleep(_GRACE_S)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=wait, name="end with the launcher", daemon=True).start()
-
-
-def describe_failure(error: ChildFailedError) -> str:
-    """Return one line naming the rank that failed first and its error."""
-    rank, failure = min(error.failures.items(), key=lambda item: _aftermath(item[1]))
-    return f"rank {rank} failed: {_message(failure)}"
-
-
-def _aftermath(failure: ProcessFailure) -> tuple[int, float]:
-    # A process that was killed, or raised an error of its own, comes before those that stopped
-    # because of it.
-    if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-        return 0, failure.timestamp
-    return (2 if "PeerFailedError" in _message(failure) else 1), failure.timestamp
-
-
-def _message(failure: ProcessFailure) -> str:
-    message: Any = failure.message
-    if isinstance(message, dict):
-        message = message.get("message", message)
-    return str(message).strip() or f"exit code {failure.exitcode}"
 
 
 def _place(environment: Mapping[str, str], *names: str) -> Place:
