@@ -132,7 +132,10 @@ def _said_by(shape: ModelShape, kind: str, family: Family) -> dict[str, Any] | s
     if (shape.experts is not None) != family.sparse:
         return "other feed-forward blocks"
     written = family.write(shape)
-    again = understand({"model_type": kind, **written}).shape
+    try:
+        again = understand({"model_type": kind, **written}).shape
+    except ConfigError as error:
+        return str(error)
     differ = [
         field.name
         for field in attrs.fields(ModelShape)

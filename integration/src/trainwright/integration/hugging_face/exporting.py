@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def export(
     ranks, doing = Ranks(mesh.world), f"{folder} was not written"
     extra = ranks.agreed(lambda: _extra_files(Path(folder), tokenizer), doing, SaveFailedError)
     extra[CONFIG] = json.dumps(dict(sorted(values.items())), indent=2).encode() + b"\n"
-    sender = _Sender(_owned(model, mesh), mesh.world)
+    sender = _Sender(_owned(model, mesh, places), mesh.world)
     weights = {
         name: sender.tensor(name, parts, dtype, str(folder))
         for name, parts in _by_file(places).items()
@@ -155,17 +155,15 @@ def _own_part(held: _Held, shape: tuple[int, ...], ours: Box, dtype: torch.dtype
     return flat.view(ours.shape)
 
 
-def _owned(model: Chunks, mesh: Mesh) -> dict[str, _Held]:
+def _owned(model: Chunks, mesh: Mesh, known: Collection[str]) -> dict[str, _Held]:
     """Return what this rank sends: the replicas with coordinate 0 do, the others nothing."""
     held: dict[str, _Held] = {}
     for name, piece in model.pieces.items():
         if all(mesh.coordinate(axis) == 0 for axis in piece.spec.replicated):
             held[name] = _Held(piece.spec, piece.parameter.detach().view(-1))
     if all(mesh.coordinate(axis) == 0 for axis in ("dp", "cp", "tp")):
-        for stage in model.stages.values():
-            for name, buffer in saved_buffers(stage):
-                spec = ShardSpec.full(name, buffer.shape)
-                held[name] = _Held(spec, buffer.detach().view(-1))
+        for name, buffer in saved_buffers(model, known):
+            held[name] = _Held(ShardSpec.full(name, buffer.shape), buffer.detach().view(-1))
     return held
 
 

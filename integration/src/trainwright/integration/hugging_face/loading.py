@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import attrs
 import torch
-from torch import nn
 
 from trainwright.checkpointing import MismatchError
 from trainwright.checkpointing.activations import keep_all
@@ -128,9 +127,8 @@ class _Filler:
         """Fill the pieces and the buffers of this rank's stages."""
         for piece in model.pieces.values():
             self._fill(piece.parameter.detach(), piece.spec)
-        for stage in model.stages.values():
-            for name, buffer in saved_buffers(stage):
-                self._fill(buffer, ShardSpec.full(name, buffer.shape))
+        for name, buffer in saved_buffers(model, self.places):
+            self._fill(buffer, ShardSpec.full(name, buffer.shape))
 
     def _fill(self, local: torch.Tensor, spec: ShardSpec) -> None:
         flat = local.view(-1)
@@ -164,10 +162,12 @@ class _Filler:
         return beyond or name.endswith(self.naming.left_out)
 
 
-def saved_buffers(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the buffers of a module that its state dict holds, by name."""
-    saved = module.state_dict()
-    return ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
+def saved_buffers(model: Chunks, known: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of this rank's stages that have one of the known names."""
+    for stage in model.stages.values():
+        for name, buffer in stage.named_buffers():
+            if name in known:
+                yield name, buffer
 
 
 def _open(folder: str | Path) -> Source:
