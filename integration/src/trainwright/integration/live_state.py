@@ -35,6 +35,7 @@ class LiveState:
             "weights": {name: piece.parameter.detach() for name, piece in pieces.items()},
             "optimizer": optimizers.snapshot(parts.optimizer),
             "float8": [state.state_dict() for state in parts.scales.states],
+            "experts": parts.balance.state_dict(),
             "loss_scaler": parts.scaler.state_dict(),
             "own": {name: each.state_dict() for name, each in parts.own.items()},
             "generators": {name: each.get_state() for name, each in parts.generators.items()},
@@ -51,6 +52,7 @@ class LiveState:
         parts.model.publish()
         for live, kept in zip(parts.scales.states, state["float8"], strict=True):
             live.load_state_dict(kept)
+        parts.balance.load_state_dict(state["experts"])
         parts.scaler.load_state_dict(state["loss_scaler"])
         for name, each in parts.own.items():
             each.load_state_dict(state["own"][name])

@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from trainwright.collectives import Communicator
+from trainwright.integration.balancing import ExpertBalance
 from trainwright.integration.chunks import Chunks
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Corpus
@@ -69,6 +70,7 @@ class Parts:
         journal: of what was done about what they saw, the same on every rank.
         scaler: what the losses are multiplied by before the backward pass.
         scales: of the FP8 products.
+        balance: of the experts, by biases.
         own: what else of yours is in checkpoints, by name: a schedule, a loss scaler; with the same
             state on every rank.
         generators: random generators of yours in checkpoints, of which each rank has its own.
@@ -87,6 +89,7 @@ class Parts:
     counts_tokens: float
     scaler: LossScaler
     scales: ProductScales
+    balance: ExpertBalance
     own: Mapping[str, Stateful] = attrs.field(factory=dict)
     generators: Mapping[str, torch.Generator] = attrs.field(factory=dict)
 
@@ -148,7 +151,7 @@ def assemble(
 
     Communicates: the splits of the mesh, and what `build_optimizer` does.
     """
-    shape = shape or config.model.shape
+    shape = config.model.applied(shape) if shape else config.model.shape
     watched = config.guards
     check_fits(shape, config.parallel.mesh, config)
     mesh = Mesh(world, config.parallel.mesh)
@@ -171,4 +174,5 @@ def assemble(
         counts_tokens=1.0 if schedule.num_stages - 1 in model.stages else 0.0,
         scaler=choose_scaler(config, model.pieces),
         scales=scales,
+        balance=ExpertBalance(mesh, tuple(stages.values()), config.model.expert_bias or 0.0),
     )

@@ -105,6 +105,7 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
         return _skip(parts, progress, totals)
     parts.scaler.update()
     parts.scales.end_step()
+    parts.balance.end_step()
     parts.model.publish()
     progress.updates += 1
     progress.step += 1
@@ -113,6 +114,7 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
 
 def _skip(parts: Parts, progress: Progress, totals: StepTotals) -> float:
     parts.scales.discard_step()
+    parts.balance.discard_step()
     if totals.non_finite:
         parts.scaler.update()
     else:

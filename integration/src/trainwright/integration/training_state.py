@@ -88,6 +88,7 @@ def restore_state(store: StateStore, parts: Parts) -> Progress | None:
     parts.model.publish()
     parts.feed.load_state_dict(tree["data"])
     parts.scales.restore(tree["float8"], run["step"])
+    parts.balance.restore(tree["experts"])
     parts.scaler.load_state_dict(tree["loss_scaler"])
     for name, each in parts.own.items():
         each.load_state_dict(tree["own"][name])
@@ -109,6 +110,7 @@ def state_tree(parts: Parts, progress: Progress) -> dict[str, Any]:
         # As text: what guards remember has other entries at each step.
         "guards": {"state": json.dumps(progress.guard_state)},
         "float8": parts.scales.tree(),
+        "experts": parts.balance.tree(),
         "loss_scaler": parts.scaler.state_dict(),
         "own": {name: each.state_dict() for name, each in parts.own.items()},
         GENERATORS: _generators(parts).tree() if parts.generators else {},

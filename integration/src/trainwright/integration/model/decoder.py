@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from trainwright.integration.model.packing import Packed, Places
 from trainwright.integration.model.rotary import rotary_angles
 from trainwright.integration.model.shape import ModelShape
 from trainwright.pipeline_schedules.execute import StageOutput
+from trainwright.stability_guards import shrink_gradient
 
 
 class LayerRunner(Protocol):
@@ -63,6 +65,8 @@ class DecoderStage(nn.Module):
                 self.lm_head = layers.column(shape.width, shape.vocabulary)
         self._blocks: Sequence[nn.Module] = list(numbered.values())
         self._angles = rotary_angles if shape.positions == "rotary" else _no_angles
+        share = shape.embedding_gradient
+        self._shrink = _whole_gradient if share is None else partial(shrink_gradient, share=share)
 
     def forward(
         self,
@@ -114,11 +118,15 @@ class DecoderStage(nn.Module):
     def loss(
         self, logits_BSV: torch.Tensor, *, labels_BS: torch.Tensor, **_: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sum of the token losses, in at least float32; labels are already shifted."""
-        return self.layers.cross_entropy(logits_BSV, labels_BS, self.shape.vocabulary).sum()
+        """Return the sum of the token losses, in at least float32; labels are already shifted.
+
+        In training the z-loss of the shape is part of it.
+        """
+        z_loss = (self.shape.z_loss or 0.0) if self.training else 0.0
+        return self.layers.cross_entropy(logits_BSV, labels_BS, self.shape.vocabulary, z_loss).sum()
 
     def _embed(self, tokens_BS: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
-        hidden_BSD: torch.Tensor = self.model["embed_tokens"](tokens_BS)
+        hidden_BSD: torch.Tensor = self._shrink(self.model["embed_tokens"](tokens_BS))
         if self.shape.positions == "rotary":
             return hidden_BSD
         added: torch.Tensor = self.model["embed_positions"](self.layers.between(where))
@@ -157,6 +165,10 @@ class DecoderStage(nn.Module):
             return F.linear(entered_BSD, table_VD)
         logits_BSV: torch.Tensor = self.lm_head(entered_BSD)
         return logits_BSV
+
+
+def _whole_gradient(embedded_BSD: torch.Tensor) -> torch.Tensor:
+    return embedded_BSD
 
 
 def _no_angles(

@@ -90,9 +90,16 @@ class Layers(Protocol):
         ...
 
     def cross_entropy(
-        self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, vocabulary: int
+        self,
+        logits_BSV: torch.Tensor,
+        labels_BS: torch.Tensor,
+        vocabulary: int,
+        z_loss: float = 0.0,
     ) -> torch.Tensor:
-        """Return the loss of each token [B, S]; zero where the label is -100."""
+        """Return the loss of each token [B, S]; zero where the label is -100.
+
+        ``z_loss`` times the square of the log of the softmax's normaliser is part of it.
+        """
         ...
 
     def join_vocabulary(self, logits_V: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -165,11 +172,20 @@ class PlainLayers:
         return positions
 
     def cross_entropy(
-        self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, vocabulary: int
+        self,
+        logits_BSV: torch.Tensor,
+        labels_BS: torch.Tensor,
+        vocabulary: int,
+        z_loss: float = 0.0,
     ) -> torch.Tensor:
         """Return the loss of each token [B, S], in at least float32."""
         logits = at_least_float32(logits_BSV).flatten(0, 1)
-        losses = F.cross_entropy(logits, labels_BS.flatten(), ignore_index=-100, reduction="none")
+        labels = labels_BS.flatten()
+        losses = F.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+        if z_loss:
+            counted = logits.masked_fill((labels == -100)[:, None], 0.0)
+            squares = counted.logsumexp(-1).square()
+            losses = losses + z_loss * torch.where(labels == -100, 0.0, squares)
         return losses.view_as(labels_BS)
 
     def join_vocabulary(self, logits_V: torch.Tensor, vocabulary: int) -> torch.Tensor:

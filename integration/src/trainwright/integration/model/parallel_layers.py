@@ -133,11 +133,15 @@ class TensorParallelLayers:
         return Cut.uneven(positions.shape[-1], self.tp.size).take(positions, -1, self.tp.rank)
 
     def cross_entropy(
-        self, logits_BSV: torch.Tensor, labels_BS: torch.Tensor, vocabulary: int
+        self,
+        logits_BSV: torch.Tensor,
+        labels_BS: torch.Tensor,
+        vocabulary: int,
+        z_loss: float = 0.0,
     ) -> torch.Tensor:
         """Return the loss of each token [B, S] from vocabulary-sharded logits."""
         cut = Cut.balanced(vocabulary, self.tp.size)
-        return vocab_parallel_cross_entropy(logits_BSV, labels_BS, self.tp, cut=cut)
+        return vocab_parallel_cross_entropy(logits_BSV, labels_BS, self.tp, cut=cut, z_loss=z_loss)
 
     def join_vocabulary(self, logits_V: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """Return all logits [V] of the whole vocabulary on every rank."""

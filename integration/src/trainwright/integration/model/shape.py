@@ -96,6 +96,10 @@ class ModelShape:
         window: how many positions up to its own one sees; None: all. Sequences up to the window
             are computed, longer ones refused.
         dense_layers: numbers of the blocks without experts, where the others have some.
+        z_loss: in training each token's loss has this times the square of the log of the softmax's
+            normaliser; None: nothing.
+        embedding_gradient: share of the gradient of the embedding's output that flows back into
+            the embedding; None: all of it.
 
     Raises:
         ConfigError: a size is not positive, one does not divide the other, or two contradict.
@@ -124,6 +128,8 @@ class ModelShape:
     qk_norm: bool = False
     window: int | None = None
     dense_layers: tuple[int, ...] = attrs.field(default=(), converter=_to_numbers)
+    z_loss: float | None = None
+    embedding_gradient: float | None = None
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(type(self)):
