@@ -9,7 +9,9 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from torch import nn
 
+from trainwright.checkpointing.activations import compose, parse_policy
 from trainwright.integration.devices import DEVICES, PEAK_OF_DTYPE, device_of, find_device
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.flops import (
@@ -24,7 +26,8 @@ from trainwright.integration.flops import (
     flops_per_token,
     utilization,
 )
-from trainwright.integration.model import PRESETS, ModelShape
+from trainwright.integration.model import PRESETS, ModelShape, PlainLayers, build_stage
+from trainwright.integration.model.shape import Norm
 from trainwright.precision import PRESETS as DTYPES
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_flops.json").read_text())
@@ -194,6 +197,31 @@ def test_six_n_counts_the_parameters_that_a_token_meets(name: str) -> None:
         idle = shape.layers * others * 3 * shape.width * shape.experts.width
     assert products.active_parameters == shape.num_parameters - idle
     assert flops_per_token(products, 999, SIX_N) == 6 * products.active_parameters
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_decoder_is_made_of_the_products_that_are_counted(gated: bool) -> None:
+    norm: Norm = "rms" if gated else "layer"
+    shape = ModelShape(64, 32, 2, 4, kv_heads=2, mlp_width=48, gated=gated, norm=norm, window=9)
+    with torch.device("meta"):
+        model = build_stage(shape, PlainLayers(), range(2), compose(parse_policy("none")))
+    weights = [each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear)]
+    counted = attrs.evolve(MODEL, scores=False)
+    assert flops_per_token(Products.of(shape), 8, counted) == 6 * sum(weights)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert Products.of(shape).active_parameters == total
+    assert Products.of(shape).scores == (Scores(2, 2 * 32, window=9),)
+
+
+def test_a_gpt_2_has_as_many_parameters_as_its_vectors_and_products_together() -> None:
+    shape = ModelShape(
+        vocabulary=50257, width=768, layers=12, heads=12, kv_heads=12, mlp_width=3072, tied=True,
+        norm="layer", positions="learned", max_positions=1024, activation="gelu_tanh", gated=False,
+        qkv_bias=True, output_bias=True, mlp_bias=True,
+    )  # fmt: skip
+    products = Products.of(shape)
+    assert products.active_parameters == 124_439_808
+    assert products == attrs.evolve(gpt(12, 768, 50257, positions=1024), router=0)
 
 
 def test_a_causal_mask_leaves_half_of_the_square_and_a_window_less() -> None:

@@ -74,21 +74,25 @@ class Products:
     def of(cls, shape: ModelShape) -> Products:
         """Return those of a model of this package."""
         queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-        hidden, num_experts = shape.mlp_width, 0
+        matrices = 3 if shape.gated else 2
+        dense, chosen, others, num_experts = shape.layers, 0, 0, 0
         if shape.experts is not None:
-            num_experts = shape.experts.routing.num_experts
-            chosen = shape.experts.routing.top_k * shape.experts.width
-            hidden = chosen + (shape.experts.shared_width or 0)
-        table = shape.vocabulary * shape.width
-        return cls(
+            dense = len(shape.dense_layers)
+            routing, width = shape.experts.routing, shape.experts.width
+            chosen = routing.top_k * width + (shape.experts.shared_width or 0)
+            others = (routing.num_experts - routing.top_k) * width
+            num_experts = routing.num_experts
+        sparse, table = shape.layers - dense, shape.vocabulary * shape.width
+        products = cls(
             attention=shape.layers * 2 * shape.width * (queries + keys),
-            feed_forward=shape.layers * 3 * shape.width * hidden,
-            scores=(Scores(shape.layers, 2 * queries),),
+            feed_forward=shape.width * (dense * matrices * shape.mlp_width + sparse * 3 * chosen),
+            scores=(Scores(shape.layers, 2 * queries, shape.window),),
             head=table,
             table=0 if shape.tied else table,
-            router=shape.layers * num_experts * shape.width,
-            vectors=(2 * shape.layers + 1) * shape.width,
+            router=sparse * num_experts * shape.width,
         )
+        met = shape.num_parameters - sparse * 3 * shape.width * others
+        return attrs.evolve(products, vectors=met - products.active_parameters)
 
 
 def _one_of_recomputed(_: object, field: attrs.Attribute[str], value: str) -> None:
