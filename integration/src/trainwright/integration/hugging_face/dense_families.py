@@ -31,12 +31,12 @@ def read_dense(keys: Keys, **parts: Any) -> ModelShape:
         "width": keys.number("hidden_size"),
         "layers": keys.number("num_hidden_layers"),
         "heads": heads,
-        "kv_heads": keys.number("num_key_value_heads", parts.pop("kv_heads", heads)),
+        "kv_heads": keys.number("num_key_value_heads", parts.pop("kv_heads", None)),
         "mlp_width": keys.number("intermediate_size"),
-        "norm_epsilon": keys.real("rms_norm_eps", 1e-6),
+        "norm_epsilon": keys.real("rms_norm_eps", parts.pop("norm_epsilon", 1e-6)),
         "tied": keys.flag("tie_word_embeddings", False),
         "max_positions": keys.number("max_position_embeddings"),
-        "head_features": keys.optional("head_dim"),
+        "head_features": keys.optional("head_dim", parts.pop("head_dim", None)),
         "activation": _activation(keys, "hidden_act", "silu"),
     }
     if given["head_features"] is not None and given["head_features"] * heads == given["width"]:
@@ -67,7 +67,11 @@ def read_llama(keys: Keys) -> ModelShape:
     """Return the shape of a Llama."""
     biased = keys.flag("attention_bias", False)
     return read_dense(
-        keys, qkv_bias=biased, output_bias=biased, mlp_bias=keys.flag("mlp_bias", False)
+        keys,
+        kv_heads=keys.number("num_attention_heads"),
+        qkv_bias=biased,
+        output_bias=biased,
+        mlp_bias=keys.flag("mlp_bias", False),
     )
 
 
@@ -79,7 +83,7 @@ def write_llama(shape: ModelShape) -> dict[str, Any]:
 
 def read_mistral(keys: Keys) -> ModelShape:
     """Return the shape of a Mistral."""
-    return read_dense(keys, window=window_of(keys), kv_heads=8)
+    return read_dense(keys, window=window_of(keys, 4096))
 
 
 def write_mistral(shape: ModelShape) -> dict[str, Any]:
@@ -92,11 +96,16 @@ def read_qwen2(keys: Keys) -> ModelShape:
     return read_dense(keys, qkv_bias=True, window=qwen_window(keys))
 
 
-def read_qwen3(keys: Keys) -> ModelShape:
+def read_qwen3(keys: Keys, head_dim: int | None = 128) -> ModelShape:
     """Return the shape of a Qwen3."""
     biased = keys.flag("attention_bias", False)
     return read_dense(
-        keys, qkv_bias=biased, output_bias=biased, qk_norm=True, window=qwen_window(keys)
+        keys,
+        head_dim=head_dim,
+        qkv_bias=biased,
+        output_bias=biased,
+        qk_norm=True,
+        window=qwen_window(keys),
     )
 
 
@@ -162,14 +171,27 @@ def _activation(keys: Keys, name: str, default: str) -> Activation:
     return ACTIVATIONS[keys.optional(name) or default]
 
 
-def window_of(keys: Keys) -> int | None:
+def window_of(keys: Keys, missing: int | None) -> int | None:
     """Return how far positions see; None: as far as there are any."""
-    window: int | None = keys.optional("sliding_window")
+    window: int | None = keys.optional("sliding_window", missing)
     return window
 
 
 def qwen_window(keys: Keys) -> int | None:
-    """Return the window, which some layers have only where another key says so."""
-    used, window = keys.flag("use_sliding_window", False), window_of(keys)
-    keys.optional("layer_types")
+    """Return the window of a Qwen, which no layer has unless it is said to be used."""
+    used, window = keys.flag("use_sliding_window", False), late_window(keys, 28)
     return window if used else None
+
+
+def late_window(keys: Keys, first: int) -> int | None:
+    """Return a window that the last layers have, or those whose kind says so; None if none does.
+
+    Args:
+        keys: what is said.
+        first: number of the first layer that has it, where nothing is said.
+    """
+    window, kinds = window_of(keys, 4096), keys.optional("layer_types")
+    first = keys.number("max_window_layers", first)
+    if kinds is not None:
+        return window if "sliding_attention" in kinds else None
+    return window if first < keys.number("num_hidden_layers") else None

@@ -27,7 +27,6 @@ IGNORABLE = {
     "is_decoder": "always so here",
     "is_encoder_decoder": "refused where it is true",
     "label2id": "of classifiers",
-    "max_window_layers": "which layers have the window; sequences longer than it are refused",
     "moe_layer_freq": "which layers have experts; refused where it is not 1",
     "num_nextn_predict_layers": "layers that predict further tokens; they are left out",
     "output_attentions": "what transformers returns",
@@ -96,10 +95,10 @@ class Keys:
             self.refuse(f"{name} must be true or false, got {value!r}")
         return value
 
-    def optional(self, name: str) -> Any:
-        """Return whatever is there; None where it is missing."""
+    def optional(self, name: str, missing: object = None) -> Any:
+        """Return whatever is there, also null; ``missing`` where nothing is."""
         self._left.discard(name)
-        return self._values.get(name)
+        return self._values.get(name, missing)
 
     def mapping(self, name: str) -> dict[str, Any]:
         """Return an object; empty where it is missing or null."""

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from trainwright.integration.hugging_face.dense_families import (
+    late_window,
     qwen_window,
     read_dense,
     read_qwen3,
@@ -23,7 +24,7 @@ def read_mixtral(keys: Keys) -> ModelShape:
     """Return the shape of a Mixtral."""
     keys.only("router_jitter_noise", 0.0)
     routing = Routing(keys.number("num_local_experts"), keys.number("num_experts_per_tok", 2))
-    dense = read_dense(keys, window=window_of(keys), kv_heads=8, rope_base=1e6)
+    dense = read_dense(keys, window=window_of(keys, None), rope_base=1e6, norm_epsilon=1e-5)
     return attrs.evolve(dense, experts=ExpertShape(routing, dense.mlp_width))
 
 
@@ -49,7 +50,7 @@ def read_qwen2_moe(keys: Keys) -> ModelShape:
 
 def read_qwen3_moe(keys: Keys) -> ModelShape:
     """Return the shape of a Qwen3 with experts."""
-    return _with_qwen_experts(keys, read_qwen3(keys), None)
+    return _with_qwen_experts(keys, read_qwen3(keys, head_dim=None), None)
 
 
 def _with_qwen_experts(keys: Keys, dense: ModelShape, shared: int | None) -> ModelShape:
@@ -89,13 +90,19 @@ def read_dots1(keys: Keys) -> ModelShape:
     """Return the shape of a dots.llm1: DeepSeek-V3's experts, Qwen3's attention."""
     biased = keys.flag("attention_bias", False)
     dense = read_dense(
-        keys, qkv_bias=biased, output_bias=biased, qk_norm=True, window=_typed_window(keys)
+        keys, qkv_bias=biased, output_bias=biased, qk_norm=True, window=late_window(keys, 62)
     )
-    return with_deepseek_experts(keys, dense)
+    return with_deepseek_experts(keys, dense, normalize=False)
 
 
-def with_deepseek_experts(keys: Keys, dense: ModelShape) -> ModelShape:
-    """Return a shape with experts as DeepSeek-V3 has them."""
+def with_deepseek_experts(keys: Keys, dense: ModelShape, *, normalize: bool) -> ModelShape:
+    """Return a shape with experts as DeepSeek-V3 has them.
+
+    Args:
+        keys: what is said.
+        dense: the rest of the shape.
+        normalize: of the weights of experts, where nothing is said.
+    """
     keys.only("scoring_func", "sigmoid")
     keys.only("topk_method", "noaux_tc")
     keys.only("moe_layer_freq", 1)
@@ -103,7 +110,7 @@ def with_deepseek_experts(keys: Keys, dense: ModelShape) -> ModelShape:
         keys.number("n_routed_experts"),
         keys.number("num_experts_per_tok"),
         score="sigmoid",
-        normalize=keys.flag("norm_topk_prob", True),
+        normalize=keys.flag("norm_topk_prob", normalize),
         scale=keys.real("routed_scaling_factor", 1.0),
         groups=keys.number("n_group", 1),
         top_groups=keys.number("topk_group", 1),
@@ -147,8 +154,3 @@ def write_dots1(shape: ModelShape) -> dict[str, Any]:
         }
     bias = {"attention_bias": shape.qkv_bias}
     return {**write_dense(shape), **write_deepseek_experts(shape), **window, **bias}
-
-
-def _typed_window(keys: Keys) -> int | None:
-    window, kinds = window_of(keys), keys.optional("layer_types")
-    return window if kinds is None or "sliding_attention" in kinds else None
