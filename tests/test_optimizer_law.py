@@ -78,7 +78,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("tp=3", {}),
     ("dp=2,tp=2,pp=2", {"microbatches": 2, "sequence_parallel": True}),
     ("dp=2,pp=2", {"microbatches": 2, "model": "tiny-tied"}),
-    ("dp=2,tp=2,pp=2", {"microbatches": 2, "model": "tiny-tied", "schedule": "zb-v", "chunks": 1}),
+    ("dp=2,tp=2", {"microbatches": 2, "model": "tiny-tied", "schedule": "zb-v"}),
     ("dp=2,cp=2", {}),
     ("dp=4,dp_shard=2", {}),
     ("dp=2,tp=2,ep=2", {"model": "tiny-moe"}),
