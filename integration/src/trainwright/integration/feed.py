@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 import attrs
 import torch
@@ -32,6 +33,11 @@ class GlobalBatch:
     tokens: torch.Tensor
     divisor: torch.Tensor
 
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of this rank's part."""
+        return len(self.part.tokens_MBS)
+
     def inputs(self, stage: int, microbatch: int) -> dict[str, torch.Tensor]:
         """Return the keyword arguments of a stage for one microbatch: the same for every stage.
 
@@ -58,11 +64,26 @@ class Feed:
     The position it reports is that of the batches handed out, not of those read ahead. It is the
     `BatchSource` that a recovery goes back with.
 
+    Args:
+        reader: yields this data rank's sequences.
+        data: ranks that have parts of a global batch.
+        part: which positions of each sequence this rank takes.
+        sizes: sequences of the global batch that begins at a position, and the microbatches of a
+            rank's share; None for those of the reader.
+
     Communicates: one int64 all-reduce of one element a step over ``data``.
     """
 
-    def __init__(self, reader: Reader, data: Communicator, part: SequencePart) -> None:
+    def __init__(
+        self,
+        reader: Reader,
+        data: Communicator,
+        part: SequencePart,
+        *,
+        sizes: Callable[[int], tuple[int, int]] | None = None,
+    ) -> None:
         self._reader = reader
+        self._sizes = sizes
         self._data = data
         self._part = part
         self._positions_S = part.positions()
@@ -86,6 +107,11 @@ class Feed:
         )
 
     @property
+    def left_out(self) -> Positions:
+        """Positions that are never read."""
+        return self._reader.left_out
+
+    @property
     def position(self) -> int:
         """Position after the last batch handed out, in the run's sample order."""
         return self._position
@@ -94,6 +120,12 @@ class Feed:
     def last(self) -> Positions:
         """Positions of the last batch handed out, of all data ranks."""
         return self._last
+
+    def discard_step(self) -> None:
+        """Hear that the last batch was not applied, which changes nothing here."""
+
+    def count_from(self, updates: int) -> None:
+        """Hear how many updates were applied, on which nothing here depends."""
 
     def seek(self, position: int, left_out: Positions) -> None:
         """Read on from ``position``, never any of ``left_out``; every rank calls it together."""
@@ -112,8 +144,12 @@ class Feed:
         """Continue after the batches that ``state`` counts; every rank calls it together."""
         self.seek(int(state["consumed"]), self._reader.left_out)
 
+    def _draw(self) -> Callable[[], Batch]:
+        sizes = () if self._sizes is None else self._sizes(self._reader.consumed)
+        return functools.partial(self._reader.read, self._reader.draw(*sizes))
+
     def _start(self) -> tuple[Batch, torch.Tensor, Work]:
-        whole = self._reader.next_batch()
+        whole = self._draw()()
         batch = attrs.evolve(
             whole,
             tokens_MBS=self._part.take(whole.tokens_MBS),

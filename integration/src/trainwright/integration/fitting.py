@@ -8,6 +8,7 @@ from trainwright.integration.errors import ConfigError
 from trainwright.integration.float8_fitting import check_float8
 from trainwright.integration.guarding import read_guards
 from trainwright.integration.model import ModelShape
+from trainwright.integration.ramping import microbatch_counts
 from trainwright.integration.rates import check_rates
 from trainwright.integration.sequence_part import row_of
 from trainwright.integration.settings import ParallelSettings, SavingSettings
@@ -38,6 +39,7 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     _check_sharding(mesh, parallel)
     _check_saving(config.saving)
     check_rates(config)
+    _check_ramp(config)
     _check_activations(config)
     read_guards(config.guards.guards, config.guards.exclude)
 
@@ -83,6 +85,20 @@ def _check_pipeline(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> No
             f"model {config.model.model} has {shape.layers}; {way_out}"
         )
     parallel.layers_of_stages(shape.layers)
+
+
+def _check_ramp(config: RunConfig) -> None:
+    chosen, parallel = GENERATORS[config.parallel.schedule], config.parallel
+    if config.batch.ramp_from is None:
+        return
+    for count in microbatch_counts(config):
+        try:
+            chosen.make(parallel.mesh.pp, count, parallel.chunks)
+        except ValueError as error:
+            raise ConfigError(
+                f"--ramp-from {config.batch.ramp_from}: schedule {parallel.schedule} of a batch of "
+                f"{count} microbatches: {error}"
+            ) from error
 
 
 def _check_sharding(mesh: MeshShape, parallel: ParallelSettings) -> None:

@@ -60,3 +60,4 @@ class LiveState:
             generator.set_state(state["generators"][name])
         for name, value in state["counters"].items():
             setattr(self.progress, name, value)
+        parts.feed.count_from(self.progress.updates)

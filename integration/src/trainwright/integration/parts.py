@@ -32,6 +32,7 @@ from trainwright.integration.stepping import (
     build_executor,
     build_feed,
     build_optimizer,
+    executors_by_count,
     make_schedule,
 )
 from trainwright.pipeline_schedules.execute import PipelineExecutor
@@ -64,6 +65,8 @@ class Parts:
     Args:
         counts_tokens: 1.0 on the rank of the last stage, whose token counts enter the global sums,
             else 0.0: earlier stages see the same tokens.
+        executor: runs the pipeline, for a whole batch.
+        executor_of: the same for a number of microbatches.
         learning_rate: of the update with a number.
         move_decay: sets the weight decay of the update with a number.
         guards: what watches the steps.
@@ -80,6 +83,7 @@ class Parts:
     mesh: Mesh
     model: Chunks
     executor: PipelineExecutor
+    executor_of: Callable[[int], PipelineExecutor]
     optimizer: JoinedOptimizer
     learning_rate: Callable[[int], float]
     move_decay: Callable[[int], None]
@@ -160,11 +164,13 @@ def assemble(
     scales = give_float8(config, mesh, stages.values())
     model = shard_model(config, shape, mesh, stages)
     joined = build_optimizer(config, model, optimizer)
+    executor = build_executor(config, shape, mesh, schedule, model)
     return Parts(
         config=config,
         mesh=mesh,
         model=model,
-        executor=build_executor(config, shape, mesh, schedule, model),
+        executor=executor,
+        executor_of=executors_by_count(config, shape, mesh, model, executor),
         optimizer=joined,
         learning_rate=learning_rate(config.rate, config.optimizer.lr, config.steps),
         move_decay=decay_mover(config, joined),

@@ -62,7 +62,7 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
         made = progress.step + 1
         batch = parts.feed.next_batch()
         scale = parts.scaler.get_scale()
-        result = parts.executor.step(
+        result = parts.executor_of(batch.microbatches).step(
             batch.inputs, divisor=batch.divisor, loss_scale=scale, timed=parts.is_measured(made)
         )
         parts.model.wait()
@@ -115,6 +115,7 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
 def _skip(parts: Parts, progress: Progress, totals: StepTotals) -> float:
     parts.scales.discard_step()
     parts.balance.discard_step()
+    parts.feed.discard_step()
     if totals.non_finite:
         parts.scaler.update()
     else:

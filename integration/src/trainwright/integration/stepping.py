@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from trainwright.integration.chunks import Chunks
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Corpus, Reader
@@ -16,6 +18,7 @@ from trainwright.integration.optimizers import (
     build,
     plan_of,
 )
+from trainwright.integration.ramping import RampedFeed, ramped_sizes
 from trainwright.integration.sharded import gathers_stages, sequence_part
 from trainwright.pipeline_schedules import GENERATORS, Schedule, WeightPlan, lower
 from trainwright.pipeline_schedules.execute import BoundarySpec, PipelineExecutor, TensorSpec
@@ -24,10 +27,10 @@ from trainwright.sharding import Mesh
 from trainwright.sharding.tensor import Cut
 
 
-def make_schedule(config: RunConfig) -> Schedule:
-    """Return what every rank of the pipeline does in a step."""
-    chosen = GENERATORS[config.parallel.schedule]
-    return chosen.make(config.parallel.mesh.pp, config.sizes.microbatches, config.parallel.chunks)
+def make_schedule(config: RunConfig, microbatches: int | None = None) -> Schedule:
+    """Return what every rank of the pipeline does in a step of so many microbatches."""
+    chosen, count = GENERATORS[config.parallel.schedule], microbatches or config.sizes.microbatches
+    return chosen.make(config.parallel.mesh.pp, count, config.parallel.chunks)
 
 
 def build_executor(
@@ -58,6 +61,29 @@ def build_executor(
     )
 
 
+def executors_by_count(
+    config: RunConfig, shape: ModelShape, mesh: Mesh, model: Chunks, usual: PipelineExecutor
+) -> Callable[[int], PipelineExecutor]:
+    """Return what gives the executor of a number of microbatches, which is made once and kept.
+
+    Args:
+        config: the settings.
+        shape: the model's.
+        mesh: all ranks.
+        model: this rank's stages.
+        usual: the executor of the whole batch.
+    """
+    made = {config.sizes.microbatches: usual}
+
+    def executor_of(count: int) -> PipelineExecutor:
+        if count not in made:
+            schedule = make_schedule(config, count)
+            made[count] = build_executor(config, shape, mesh, schedule, model)
+        return made[count]
+
+    return executor_of
+
+
 def local_positions(config: RunConfig, mesh: Mesh) -> int:
     """Return how many positions of the residual stream this rank has between products."""
     positions = sequence_part(config, mesh).length
@@ -78,7 +104,10 @@ def build_feed(config: RunConfig, mesh: Mesh, corpus: Corpus) -> Feed:
         data_size=config.parallel.mesh.dp,
         device=mesh.world.device,
     )
-    return Feed(reader, mesh.communicator("dp", "cp"), sequence_part(config, mesh))
+    ranks, part = mesh.communicator("dp", "cp"), sequence_part(config, mesh)
+    if config.batch.ramp_from is None:
+        return Feed(reader, ranks, part)
+    return RampedFeed(reader, ranks, part, sizes=ramped_sizes(config))
 
 
 def build_optimizer(

@@ -86,6 +86,7 @@ def restore_state(store: StateStore, parts: Parts) -> Progress | None:
     tree = _load(store, parts, step)
     run = tree["run"]
     parts.model.publish()
+    parts.feed.count_from(run["updates"])
     parts.feed.load_state_dict(tree["data"])
     parts.scales.restore(tree["float8"], run["step"])
     parts.balance.restore(tree["experts"])

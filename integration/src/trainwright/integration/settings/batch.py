@@ -31,6 +31,13 @@ class BatchSettings:
         microbatches: microbatches a data rank makes of its share of a global batch, whose gradients
             are accumulated.
         sequence_length: tokens a sequence.
+        ramp_from: sequences of the first global batches, which then grow to ``global_batch``; None:
+            they have that from the beginning.
+        ramp_by: what they grow by at a time; None: as little as data ranks can share out.
+        ramp_over: sequences of applied updates over which they grow.
+
+    Raises:
+        ConfigError: a part of a ramp is missing.
     """
 
     global_batch: int | None = leaf(
@@ -45,6 +52,26 @@ class BatchSettings:
         positive,
     )
     sequence_length: int = leaf(128, "bytes a sequence", positive)
+    ramp_from: int | None = leaf(
+        None, "sequences of the first global batches (default: all alike)", positive
+    )
+    ramp_by: int | None = leaf(
+        None, "sequences by which global batches grow at a time (default: the least)", positive
+    )
+    ramp_over: int | None = leaf(
+        None, "sequences of applied updates over which global batches grow", positive
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if (self.ramp_from is None) != (self.ramp_over is None):
+            raise ConfigError(
+                f"--ramp-from {self.ramp_from} and --ramp-over {self.ramp_over} belong together: "
+                "how large the first batches are, and over how many sequences they grow"
+            )
+        if self.ramp_by is not None and self.ramp_from is None:
+            raise ConfigError(
+                f"--ramp-by {self.ramp_by} has no effect without --ramp-from and --ramp-over"
+            )
 
     def sizes(self, dp: int, pp: int = 1) -> BatchSizes:
         """Return all sizes, from those that are set.
