@@ -300,6 +300,57 @@ def test_a_resumed_run_keeps_what_its_position_in_the_data_means(
         settle(options)
 
 
+def test_a_resumed_run_keeps_its_optimizer(tmp_path: Path) -> None:
+    RunConfig.of(optimizer="lion").save(tmp_path / "config.json")
+    resume = ["train", "--resume", str(tmp_path)]
+    with pytest.raises(ConfigError, match="--optimizer sgd differs from the run's lion"):
+        settle(parser().parse_args([*resume, "--optimizer", "sgd"]))
+    config, _, _ = settle(parser().parse_args([*resume, "--optimizer", "lion", "--beta2", "0.9"]))
+    assert config.optimizer.beta2 == 0.9
+
+
+@pytest.mark.parametrize(
+    ("leaves", "words"),
+    [
+        ({"momentum": 0.9}, ["--momentum", "--optimizer adamw", "--beta1, --beta2, --eps"]),
+        ({"optimizer": "sgd", "beta2": 0.9}, ["--beta2", "sgd", "--momentum, --nesterov"]),
+        ({"optimizer": "adafactor", "eps": 1e-3}, ["--eps", "adafactor", "leave it out"]),
+        ({"optimizer": "sgd", "momentum": 0.0, "nesterov": True}, ["--nesterov", "--momentum"]),
+        ({"optimizer": "moun"}, ["--optimizer", "moun", "did you mean muon"]),
+        ({"beta1": 1.0}, ["--beta1", "below 1", "1.0"]),
+        ({"optimizer": "muon", "momentum": -0.5}, ["--momentum", "-0.5"]),
+        ({"eps": 0.0}, ["--eps", "positive"]),
+    ],
+)
+def test_an_option_that_the_optimizer_does_not_use_is_refused(
+    leaves: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.of(**leaves)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "decay"),
+    [("adamw", 0.1), ("lion", 0.1), ("muon", 0.1), ("adafactor", 0.1), ("adam", 0.0), ("sgd", 0.0)],
+)
+def test_matrices_decay_by_a_tenth_but_where_that_is_part_of_the_gradient(
+    name: str, decay: float
+) -> None:
+    assert RunConfig.of(optimizer=name).optimizer.decay == decay
+    assert RunConfig.of(optimizer=name, weight_decay=0.02).optimizer.decay == 0.02
+
+
+@pytest.mark.parametrize("nesterov", [None, True, False])
+def test_workers_are_told_whether_to_look_ahead_only_where_that_was_said(
+    nesterov: bool | None,
+) -> None:
+    config = RunConfig.of(optimizer="sgd", momentum=0.8, nesterov=nesterov)
+    again, _, _ = settle(parser().parse_args(worker_arguments(config, "x", False, False)))
+    assert again == config
+
+
 def test_the_environment_of_torchrun_and_of_slurm_place_a_process() -> None:
     torchrun = {
         "TORCHELASTIC_RUN_ID": "x",

@@ -40,6 +40,7 @@ def settle(options: argparse.Namespace) -> tuple[RunConfig, str, bool]:
                 "in the data would mean another place"
             )
     _check_same_scaling(stored.dtype, given.get("dtype", stored.dtype))
+    _check_same_optimizer(before["optimizer"], given.get("optimizer", before["optimizer"]))
     return stored.evolve(**given), resume, True
 
 
@@ -86,4 +87,12 @@ def _check_same_scaling(stored: str, wanted: str) -> None:
         raise ConfigError(
             f"--dtype {wanted} differs from the run's {stored}: checkpoints of {', '.join(SCALED)} "
             "hold scales that others lack; any change among the other dtypes works"
+        )
+
+
+def _check_same_optimizer(stored: str, wanted: str) -> None:
+    if stored != wanted:
+        raise ConfigError(
+            f"--optimizer {wanted} differs from the run's {stored}, whose states it cannot go on "
+            f"from; resume with {stored}, or begin a run of its own"
         )
