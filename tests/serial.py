@@ -83,9 +83,8 @@ class SerialRun:
         self.model = build_stage(shape, PlainLayers(), range(shape.layers), keep_all())
         self.model.to(torch.float64 if config.dtype == "float64" else torch.float32)
         initialize_(self.model, placements_of(self.model), shape, config.seed)
-        self.reader = Reader(
-            text().train, config.batch.sequence_length, config.sizes.global_batch, seed=config.seed
-        )
+        samples = text().samples(config.batch.sequence_length, config.seed)
+        self.reader = Reader(samples, config.sizes.global_batch)
         named = dict(self.model.named_parameters())
         matrices = [p for p in named.values() if p.dim() > 1]
         vectors = [p for p in named.values() if p.dim() < 2]

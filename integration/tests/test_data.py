@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.collectives import LocalWorld, SingleCommunicator
-from trainwright.integration.data import Reader, fit_ngrams, read_corpus
-from trainwright.integration.data.reader import evenly_spaced
+from trainwright.integration.data import Reader, Shuffled, Stream, fit_ngrams, read_corpus, spread
 from trainwright.integration.errors import ConfigError, DataError
 from trainwright.integration.feed import Feed
 from trainwright.integration.sequence_part import SequencePart
@@ -20,6 +19,10 @@ from trainwright.sharding.context import ContextLayout
 from trainwright.stability_guards import Positions
 
 STREAM = (np.arange(1000) % 251).astype(np.uint8)
+
+
+def _reader(stream: np.ndarray, length: int, batch: int, *, seed: int = 0, **place: int) -> Reader:
+    return Reader(Shuffled(Stream(stream, length), seed), batch, **place)
 
 
 def _folder(path: Path, files: dict[str, bytes]) -> Path:
@@ -84,7 +87,7 @@ def test_a_folder_without_text_is_named(tmp_path: Path) -> None:
 
 def test_a_stream_shorter_than_one_sequence_says_which_length_works() -> None:
     with pytest.raises(DataError, match="sequence length up to 9 works"):
-        Reader(STREAM[:10], 10, 1)
+        _reader(STREAM[:10], 10, 1)
 
 
 @pytest.mark.parametrize(
@@ -95,16 +98,16 @@ def test_a_batch_that_cannot_be_shared_out_names_the_nearest_that_can(
     batch: int, ranks: int, microbatches: int, nearest: str
 ) -> None:
     with pytest.raises(ConfigError, match=nearest):
-        Reader(STREAM, 10, batch, data_size=ranks, microbatches=microbatches)
+        _reader(STREAM, 10, batch, data_size=ranks, microbatches=microbatches)
 
 
 @given(ranks=st.sampled_from([1, 2, 3, 4]), microbatches=st.sampled_from([1, 2]))
 def test_data_ranks_together_read_the_global_batch_of_one_rank_in_order(
     ranks: int, microbatches: int
 ) -> None:
-    whole = Reader(STREAM, 7, 24, seed=3)
+    whole = _reader(STREAM, 7, 24, seed=3)
     parts = [
-        Reader(STREAM, 7, 24, seed=3, data_rank=r, data_size=ranks, microbatches=microbatches)
+        _reader(STREAM, 7, 24, seed=3, data_rank=r, data_size=ranks, microbatches=microbatches)
         for r in range(ranks)
     ]
     for _ in range(12):
@@ -117,16 +120,16 @@ def test_data_ranks_together_read_the_global_batch_of_one_rank_in_order(
 
 @given(stop=st.integers(0, 30))
 def test_a_resumed_reader_yields_what_the_uninterrupted_one_does(stop: int) -> None:
-    uninterrupted = Reader(STREAM, 9, 8, seed=1)
+    uninterrupted = _reader(STREAM, 9, 8, seed=1)
     batches = [uninterrupted.next_batch().tokens_MBS for _ in range(40)]
-    first = Reader(STREAM, 9, 8, seed=1)
+    first = _reader(STREAM, 9, 8, seed=1)
     for _ in range(stop):
         first.next_batch()
 
     # Resumed twice, the second time before anything was read.
-    second = Reader(STREAM, 9, 8, seed=1)
+    second = _reader(STREAM, 9, 8, seed=1)
     second.load_state_dict(first.state_dict())
-    third = Reader(STREAM, 9, 8, seed=1)
+    third = _reader(STREAM, 9, 8, seed=1)
     third.load_state_dict(second.state_dict())
 
     assert all(torch.equal(third.next_batch().tokens_MBS, batch) for batch in batches[stop:])
@@ -134,7 +137,7 @@ def test_a_resumed_reader_yields_what_the_uninterrupted_one_does(stop: int) -> N
 
 def _read(num_samples: int, batch: int, steps: int, **place: int) -> tuple[list[int], Reader]:
     stream = np.arange(num_samples + 1, dtype=np.uint8)
-    reader = Reader(stream, 1, batch, seed=11, **place)
+    reader = _reader(stream, 1, batch, seed=11, **place)
     return _samples(reader, steps), reader
 
 
@@ -192,7 +195,7 @@ def test_the_place_of_a_resume_is_skipped_in_its_own_epoch_only() -> None:
 
 
 def test_each_epoch_is_another_permutation_of_all_sequences() -> None:
-    reader = Reader(STREAM, 9, 1, seed=5)
+    reader = _reader(STREAM, 9, 1, seed=5)
     epochs = []
     for _ in range(3):
         rows = [reader.next_batch().tokens_MBS.flatten() for _ in range((len(STREAM) - 1) // 9)]
@@ -203,13 +206,13 @@ def test_each_epoch_is_another_permutation_of_all_sequences() -> None:
 
 
 def test_labels_are_the_following_bytes() -> None:
-    batch = Reader(np.arange(200, dtype=np.uint8), 10, 3, seed=0).next_batch()
+    batch = _reader(np.arange(200, dtype=np.uint8), 10, 3, seed=0).next_batch()
     assert torch.equal(batch.labels_MBS, batch.tokens_MBS + 1)
 
 
 def test_the_feed_reports_the_position_of_batches_handed_out_and_the_global_token_count() -> None:
     def work(comm):
-        reader = Reader(STREAM, 7, 8, data_rank=comm.rank, data_size=comm.size)
+        reader = _reader(STREAM, 7, 8, data_rank=comm.rank, data_size=comm.size)
         whole = SequencePart(ContextLayout("zigzag", 7, 1), SingleCommunicator())
         feed = Feed(reader, comm, whole)
         positions = [feed.state_dict()["consumed"]]
@@ -228,7 +231,7 @@ def test_the_feed_reports_the_position_of_batches_handed_out_and_the_global_toke
 
 def test_what_is_left_out_is_read_by_no_data_rank_and_the_rest_in_the_same_order() -> None:
     def work(comm):
-        reader = Reader(STREAM, 7, 4, data_rank=comm.rank, data_size=comm.size)
+        reader = _reader(STREAM, 7, 4, data_rank=comm.rank, data_size=comm.size)
         whole = SequencePart(ContextLayout("zigzag", 7, 1), SingleCommunicator())
         feed = Feed(reader, comm, whole)
         feed.next_batch()
@@ -238,18 +241,20 @@ def test_what_is_left_out_is_read_by_no_data_rank_and_the_rest_in_the_same_order
 
     parts, lasts, positions = zip(*LocalWorld(2).run(work), strict=True)
 
-    plain = Reader(STREAM, 7, 1)
-    right = [torch.from_numpy(plain.sample(k)[:-1].astype("int64")) for k in (4, 8, 10, 11)]
+    plain = _reader(STREAM, 7, 1)
+    rows = [plain.samples.sample(place).tokens[:-1] for place in (4, 8, 10, 11)]
+    right = [torch.from_numpy(row.astype("int64")) for row in rows]
     assert torch.equal(torch.cat(parts), torch.stack(right))
     assert set(lasts) == {Positions([(4, 5), (8, 9), (10, 12)])}
     assert set(positions) == {12}
 
 
 def test_evaluation_sequences_are_spread_over_the_stream_and_never_repeat() -> None:
-    tokens, labels = evenly_spaced(np.arange(250, dtype=np.uint8), 10, 5)
-    assert tokens[:, 0].tolist() == [0, 50, 110, 170, 230]
-    assert torch.equal(labels, tokens + 1)
-    assert len(evenly_spaced(np.arange(250, dtype=np.uint8), 10, 99)[0]) == 24
+    stream = Stream(np.arange(250, dtype=np.uint8), 10)
+    rows = spread(stream, 5)
+    assert rows.tokens_NS[:, 0].tolist() == [0, 50, 110, 170, 230]
+    assert torch.equal(rows.labels_NS, rows.tokens_NS + 1)
+    assert len(spread(stream, 99).tokens_NS) == 24
 
 
 def test_ngram_losses_are_the_entropies_of_a_known_source() -> None:

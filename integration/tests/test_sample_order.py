@@ -51,6 +51,10 @@ def test_tokens_that_do_not_count_are_inputs_and_no_labels() -> None:
     assert labels_of(row).tolist() == [IGNORE, 3, 4, IGNORE]
 
 
+def _reader(stream: np.ndarray, length: int, batch: int, *, seed: int = 0, **place: int) -> Reader:
+    return Reader(Shuffled(Stream(stream, length), seed), batch, **place)
+
+
 class _Rows:
     """Whole rows as sequences."""
 
@@ -78,7 +82,7 @@ def _inputs(cp: int, *rows: Sequence) -> list[dict[str, torch.Tensor]]:
     length = len(rows[0].tokens) - 1
 
     def work(comm):
-        reader = Reader(_InOrder(*rows), length, len(rows))
+        reader = Reader(_InOrder(*rows), len(rows))
         part = SequencePart(ContextLayout("zigzag", length, cp), comm)
         return Feed(reader, comm, part).next_batch().inputs(0, 0)
 
@@ -169,12 +173,12 @@ def test_a_place_among_very_many_sequences_needs_no_table() -> None:
 def test_batches_of_changing_sizes_are_one_order_on_any_number_of_ranks() -> None:
     stream = np.arange(41, dtype=np.uint8)
     sizes = [(4, 1), (4, 2), (8, 1), (12, 3), (8, 2), (4, 1)]
-    whole = Reader(stream, 1, 40, seed=2)
-    right = [int(whole.sample(position)[0]) for position in range(40)]
+    whole = _reader(stream, 1, 40, seed=2)
+    right = [int(whole.samples.sample(position).tokens[0]) for position in range(40)]
 
     for ranks in (1, 2, 4):
         readers = [
-            Reader(stream, 1, 4, seed=2, data_rank=rank, data_size=ranks) for rank in range(ranks)
+            _reader(stream, 1, 4, seed=2, data_rank=rank, data_size=ranks) for rank in range(ranks)
         ]
         found = []
         for size, microbatches in sizes:
@@ -190,7 +194,7 @@ def test_batches_of_changing_sizes_are_one_order_on_any_number_of_ranks() -> Non
 
 
 def test_a_ramped_batch_that_cannot_be_shared_out_moves_no_position() -> None:
-    reader = Reader(np.arange(41, dtype=np.uint8), 1, 4, data_size=2)
+    reader = _reader(np.arange(41, dtype=np.uint8), 1, 4, data_size=2)
     with pytest.raises(ConfigError, match="4 or 6"):
         reader.next_batch(5)
     assert reader.state_dict() == {"consumed": 0}
@@ -202,7 +206,7 @@ def test_microbatches_hold_each_sample_of_an_epoch_once_on_one_and_two_ranks() -
         seen = []
         for rank in range(ranks):
             place = {"data_rank": rank, "data_size": ranks, "microbatches": 4 // ranks}
-            batch = Reader(stream, 1, 8, **place).next_batch()
+            batch = _reader(stream, 1, 8, **place).next_batch()
             assert batch.tokens_MBS.shape == (4 // ranks, 2, 1)
             seen += batch.tokens_MBS.flatten().tolist()
         assert sorted(seen) == list(range(8))
@@ -219,7 +223,7 @@ def test_rows_for_evaluation_have_the_labels_and_documents_of_training() -> None
 
 
 def test_reading_draws_no_random_number_of_the_process() -> None:
-    reader = Reader(np.arange(100, dtype=np.uint8), 3, 4)
+    reader = _reader(np.arange(100, dtype=np.uint8), 3, 4)
     before = torch.random.get_rng_state(), np.random.get_state()[1].copy()
     reader.next_batch()
     assert torch.equal(torch.random.get_rng_state(), before[0])
@@ -227,8 +231,8 @@ def test_reading_draws_no_random_number_of_the_process() -> None:
 
 
 def test_one_rank_alone_reads_what_a_world_of_one_reads() -> None:
-    reader = Reader(np.arange(100, dtype=np.uint8), 5, 4)
+    reader = _reader(np.arange(100, dtype=np.uint8), 5, 4)
     part = SequencePart(ContextLayout("zigzag", 5, 1), SingleCommunicator())
     fed = Feed(reader, SingleCommunicator(), part).next_batch()
-    alone = Reader(np.arange(100, dtype=np.uint8), 5, 4).next_batch()
+    alone = _reader(np.arange(100, dtype=np.uint8), 5, 4).next_batch()
     assert torch.equal(fed.part.tokens_MBS, alone.tokens_MBS)

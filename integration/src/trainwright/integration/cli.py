@@ -23,7 +23,9 @@ from trainwright.integration import (
     worker,
 )
 from trainwright.integration.config import RunConfig
+from trainwright.integration.data import known_vocabulary
 from trainwright.integration.errors import ConfigError, TrainwrightError
+from trainwright.integration.finishing import Summary, report
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.preparing import prepare, prepared_by_first
 from trainwright.integration.settings.options import add_options
@@ -35,6 +37,7 @@ from trainwright.integration.settling import (
     transport_of,
     worker_arguments,
 )
+from trainwright.integration.vocabulary import shape_for
 from trainwright.precision import LossScaleError
 from trainwright.stability_guards import GuardError, HaltError
 
@@ -111,7 +114,7 @@ def train_command(options: argparse.Namespace) -> int:
     """Check the settings, then train on ranks that are started, given, or threads."""
     config, out, resume = settle(options)
     mesh = config.parallel.mesh
-    check_fits(config.model.shape, mesh, config)
+    check_fits(shape_for(config, known_vocabulary(config.data.choice)), mesh, config)
     if getattr(options, "print_config", False):
         sys.stdout.write(config.text())
         sys.stderr.writelines(f"{line}\n" for line in resolved(config))
@@ -125,7 +128,7 @@ def train_command(options: argparse.Namespace) -> int:
                 mesh.world_size,
                 lambda world: worker.run(world, config, out, resume),
             )
-        worker.report(summaries[0], as_json)
+        report(summaries[0], as_json)
         return 0
     if place is None:
         launch.check_startable(mesh.world_size)
@@ -158,7 +161,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def _work_in_place(
     place: launch.Place, config: RunConfig, out: str, resume: bool, options: argparse.Namespace
 ) -> None:
-    def work(world: Communicator) -> worker.Summary:
+    def work(world: Communicator) -> Summary:
         if options.prepared:
             return worker.run(world, config, out, resume)
         with contextlib.ExitStack() as held:
@@ -171,4 +174,4 @@ def _work_in_place(
 
     summary = launch.run_as_worker(place, work, transport_of(options))
     if place.rank == 0:
-        worker.report(summary, getattr(options, "json", False))
+        report(summary, getattr(options, "json", False))

@@ -12,8 +12,12 @@ import torch
 
 from trainwright.collectives import Communicator, Work
 from trainwright.integration.data import Batch, Reader
+from trainwright.integration.data.prefetch import ReadAhead
 from trainwright.integration.sequence_part import SequencePart
 from trainwright.stability_guards import Positions
+
+WORKERS = 2
+"""Threads that read ahead."""
 
 
 @attrs.frozen(eq=False)
@@ -57,7 +61,7 @@ class GlobalBatch:
 
 
 class Feed:
-    """Reads one step ahead and sums the valid tokens over data and context ranks meanwhile.
+    """Sums the valid tokens of the next step over data and context ranks, a step ahead.
 
     Labels are shifted in whole sequences; only then does each context rank take its positions.
 
@@ -68,6 +72,7 @@ class Feed:
         reader: yields this data rank's sequences.
         data: ranks that have parts of a global batch.
         part: which positions of each sequence this rank takes.
+        ahead: batches that threads read before they are asked for; 0 reads when one is.
         sizes: sequences of the global batch that begins at a position, and the microbatches of a
             rank's share; None for those of the reader.
 
@@ -80,10 +85,12 @@ class Feed:
         data: Communicator,
         part: SequencePart,
         *,
+        ahead: int = 0,
         sizes: Callable[[int], tuple[int, int]] | None = None,
     ) -> None:
         self._reader = reader
         self._sizes = sizes
+        self._reading = ReadAhead(self._draw, ahead, workers=WORKERS)
         self._data = data
         self._part = part
         self._positions_S = part.positions()
@@ -132,6 +139,7 @@ class Feed:
         if self._ahead is not None:
             self._ahead[2].wait()
             self._ahead = None
+        self._reading.drop()
         self._reader.left_out = left_out
         self._reader.load_state_dict({"consumed": position})
         self._position = position
@@ -144,12 +152,16 @@ class Feed:
         """Continue after the batches that ``state`` counts; every rank calls it together."""
         self.seek(int(state["consumed"]), self._reader.left_out)
 
+    def close(self) -> None:
+        """End the threads that read ahead; nothing is read after that."""
+        self._reading.close()
+
     def _draw(self) -> Callable[[], Batch]:
         sizes = () if self._sizes is None else self._sizes(self._reader.consumed)
         return functools.partial(self._reader.read, self._reader.draw(*sizes))
 
     def _start(self) -> tuple[Batch, torch.Tensor, Work]:
-        whole = self._draw()()
+        whole = self._reading.next()
         batch = attrs.evolve(
             whole,
             tokens_MBS=self._part.take(whole.tokens_MBS),

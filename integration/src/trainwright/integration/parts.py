@@ -13,7 +13,7 @@ from trainwright.collectives import Communicator
 from trainwright.integration.balancing import ExpertBalance
 from trainwright.integration.chunks import Chunks
 from trainwright.integration.config import RunConfig
-from trainwright.integration.data import Corpus
+from trainwright.integration.data import Data
 from trainwright.integration.feed import Feed
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.guarding import GuardPlan, read_guards
@@ -35,6 +35,7 @@ from trainwright.integration.stepping import (
     executors_by_count,
     make_schedule,
 )
+from trainwright.integration.vocabulary import check_vocabulary, shape_for
 from trainwright.pipeline_schedules.execute import PipelineExecutor
 from trainwright.precision import LossScaler
 from trainwright.sharding import Mesh
@@ -132,7 +133,7 @@ def whole_weights(parts: Parts) -> Iterator[None]:
 def assemble(
     config: RunConfig,
     world: Communicator,
-    corpus: Corpus,
+    corpus: Data,
     shape: ModelShape | None = None,
     journal: Journal | None = None,
     *,
@@ -155,7 +156,9 @@ def assemble(
 
     Communicates: the splits of the mesh, and what `build_optimizer` does.
     """
-    shape = config.model.applied(shape) if shape else config.model.shape
+    shape = shape or shape_for(config, corpus.tokenizer.vocabulary)
+    shape = config.model.applied(shape)
+    check_vocabulary(shape, corpus.tokenizer.vocabulary, config.model.model)
     watched = config.guards
     check_fits(shape, config.parallel.mesh, config)
     mesh = Mesh(world, config.parallel.mesh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,18 +12,19 @@ from typing import IO
 import torch
 
 from trainwright.collectives import Communicator
-from trainwright.integration import worker
 from trainwright.integration.config import RunConfig
-from trainwright.integration.data import Reader
-from trainwright.integration.data.reader import evenly_spaced
-from trainwright.integration.run_folder import CONFIG, RunFolder
+from trainwright.integration.data import Dataset, prepare_data
+from trainwright.integration.data.learned import FILE, LearnedTokenizer
+from trainwright.integration.data.preparation import find_sources, left_there
+from trainwright.integration.errors import TrainwrightError
+from trainwright.integration.run_folder import CONFIG, DATA, RunFolder
 from trainwright.integration.settings.resolved import resolved
 
 MAX_PATH = 4096
 
 
 def prepare(config: RunConfig, out: str, resume: bool, other_data: bool = False) -> IO[str]:
-    """Look at the data and make the run folder, before any rank starts.
+    """Tokenise the data and make the run folder, before any rank starts.
 
     Args:
         config: the settings.
@@ -41,24 +43,52 @@ def prepare(config: RunConfig, out: str, resume: bool, other_data: bool = False)
     folder = RunFolder(Path(out))
     if not resume:
         folder.check_free()
-    corpus = worker.load_corpus(config)
-    Reader(corpus.train, config.batch.sequence_length, config.sizes.global_batch)
-    evenly_spaced(corpus.held_out, config.batch.sequence_length, 1)
+    before = folder.path.exists()
+    find_sources(config.data.choice)
+
+    def check(data: Dataset) -> None:
+        if resume:
+            folder.check_data(data.checksum, data.source, allow_other=other_data)
+
     with contextlib.ExitStack() as held:
         lock = held.enter_context(folder.lock())
-        if resume:
-            folder.check_data(corpus.checksum, corpus.source, allow_other=other_data)
-            config.save(folder.path / CONFIG)
-        else:
-            folder.create(config, corpus.checksum)
+        try:
+            data = _prepared_data(config, folder, check)
+            if resume:
+                config.save(folder.path / CONFIG)
+            else:
+                folder.create(config, data.checksum)
+        except TrainwrightError:
+            if not before:
+                # Nothing but what was made here is in it.
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
         held.pop_all()
     numbers = "; ".join(resolved(config))
-    skipped = f", {len(corpus.skipped)} binary files left out" if corpus.skipped else ""
-    sys.stderr.write(
-        f"{corpus.source}: {corpus.files} files, {len(corpus.train):,} bytes to train on, "
-        f"{len(corpus.held_out):,} held out{skipped}\n{numbers}\nrun folder {out}\n"
-    )
+    sys.stderr.write(f"{data.describe()}\n{numbers}\nrun folder {out}\n")
     return lock
+
+
+def _prepared_data(
+    config: RunConfig, folder: RunFolder, check: Callable[[Dataset], None]
+) -> Dataset:
+    """Return the data in the folder; what is there of other data goes only if ``check`` passes."""
+    kept, fresh = folder.path / DATA, folder.path / f"{DATA}.new"
+    shutil.rmtree(fresh, ignore_errors=True)
+    left = left_there(config.data.choice, kept)
+    try:
+        data = left or prepare_data(config.data.choice, fresh)
+        data.samples(config.batch.sequence_length, config.seed)
+        data.held_out_rows(config.batch.sequence_length, 1)
+        check(data)
+        if left is None:
+            shutil.rmtree(kept, ignore_errors=True)
+            fresh.rename(kept)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    if isinstance(data.tokenizer, LearnedTokenizer):
+        (folder.path / FILE).write_text(data.tokenizer.content, encoding="utf-8")
+    return data
 
 
 def prepared_by_first(

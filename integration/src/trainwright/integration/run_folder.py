@@ -28,6 +28,7 @@ ABOUT = "about.json"
 SUMMARY = "summary.json"
 TENSORBOARD = "tensorboard"
 JOURNAL = "journal.jsonl"
+DATA = "data"
 CHECKPOINTS = "checkpoints"
 PLOT = "loss.png"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from trainwright.integration.chunks import Chunks
 from trainwright.integration.config import RunConfig
-from trainwright.integration.data import Corpus, Reader
+from trainwright.integration.data import Data, Reader
 from trainwright.integration.feed import Feed
 from trainwright.integration.model import ModelShape
 from trainwright.integration.optimizers import (
@@ -92,22 +92,21 @@ def local_positions(config: RunConfig, mesh: Mesh) -> int:
     return Cut.uneven(positions, mesh.size("tp")).numel(mesh.coordinate("tp"))
 
 
-def build_feed(config: RunConfig, mesh: Mesh, corpus: Corpus) -> Feed:
+def build_feed(config: RunConfig, mesh: Mesh, data: Data) -> Feed:
     """Build the reader of this rank's share of each global batch: its sequences, its positions."""
     reader = Reader(
-        corpus.train,
-        config.batch.sequence_length,
+        data.samples(config.batch.sequence_length, config.seed),
         config.sizes.global_batch,
         microbatches=config.sizes.microbatches,
-        seed=config.seed,
         data_rank=mesh.coordinate("dp"),
         data_size=config.parallel.mesh.dp,
         device=mesh.world.device,
     )
     ranks, part = mesh.communicator("dp", "cp"), sequence_part(config, mesh)
+    ahead = config.data.read_ahead
     if config.batch.ramp_from is None:
-        return Feed(reader, ranks, part)
-    return RampedFeed(reader, ranks, part, sizes=ramped_sizes(config))
+        return Feed(reader, ranks, part, ahead=ahead)
+    return RampedFeed(reader, ranks, part, sizes=ramped_sizes(config), ahead=ahead)
 
 
 def build_optimizer(

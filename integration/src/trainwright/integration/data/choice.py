@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 
 from trainwright.integration.data.manifest import MANIFEST
+from trainwright.integration.data.sources.files import walk
 from trainwright.integration.data.sources.jsonl import SUFFIXES, JsonLines
 from trainwright.integration.data.sources.megatron import prefix_of
 from trainwright.integration.data.sources.nanogpt import TOKEN_DTYPES
@@ -157,10 +158,8 @@ def format_of(path: Path, asked: str = "auto") -> str:
         return asked
     if path.is_dir():
         return _format_of_folder(path)
-    if path.name.endswith(SUFFIXES):
-        return "jsonl"
-    if path.suffix == ".parquet":
-        return "parquet"
+    if _format_of_name(path.name) != "text":
+        return _format_of_name(path.name)
     if path.suffix == ".idx" or Path(f"{prefix_of(path)}.idx").is_file():
         return "megatron"
     return "nanogpt" if path.suffix == ".bin" else "text"
@@ -171,12 +170,19 @@ def _format_of_folder(folder: Path) -> str:
         return "tokens"
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         return "datasets"
-    shown = [p.name for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")]
-    names = [name for name in shown if not name.endswith(".md")]
-    for kind, suffixes in (("jsonl", SUFFIXES), ("parquet", (".parquet",))):
-        if names and all(name.endswith(suffixes) for name in names):
-            return kind
-    return "text"
+    kinds = set()
+    for file in walk(folder):
+        if file.suffix != ".md":
+            kinds.add(_format_of_name(file.name))
+        if len(kinds) > 1 or "text" in kinds:
+            return "text"
+    return kinds.pop() if kinds else "text"
+
+
+def _format_of_name(name: str) -> str:
+    if name.endswith(SUFFIXES):
+        return "jsonl"
+    return "parquet" if name.endswith(".parquet") else "text"
 
 
 def open_source(path: WeightedPath, choice: DataChoice) -> Source:

@@ -102,7 +102,7 @@ def known_vocabulary(choice: DataChoice) -> int:
 
 
 def prepare_data(choice: DataChoice, folder: Path) -> Dataset:
-    """Tokenise data into a folder, or find it there as it was left; one rank does this.
+    """Tokenise data into a folder; one rank does this.
 
     Documents are read one after another; none stays in memory. What is tokens already is left where
     it is, and looked through.
@@ -120,10 +120,31 @@ def prepare_data(choice: DataChoice, folder: Path) -> Dataset:
     """
     try:
         sources = find_sources(choice)
-        key = _key_of(choice, sources)
-        return _left_there(folder, key) or _prepare(choice, sources, key, folder)
+        return _prepare(choice, sources, _key_of(choice, sources), folder)
     except OSError as error:
         raise DataError(f"cannot read the data: {error}") from error
+
+
+def left_there(choice: DataChoice, folder: Path) -> Dataset | None:
+    """Return what `prepare_data` has left in a folder, if it is what it would make now, and whole.
+
+    Raises:
+        DataError: data is missing or of another format.
+    """
+    if not (folder / MANIFEST).exists():
+        return None
+    try:
+        key = _key_of(choice, find_sources(choice))
+    except OSError as error:
+        raise DataError(f"cannot read the data: {error}") from error
+    try:
+        manifest = read_manifest(folder)
+        if manifest.key != key:
+            return None
+        data = manifest.open(folder)
+        return data if checksum_of(data) == manifest.checksum else None
+    except (DataError, ConfigError):
+        return None
 
 
 def open_data(folder: Path) -> Dataset:
@@ -154,18 +175,6 @@ def _prepare(choice: DataChoice, sources: list[Found], key: str, folder: Path) -
     manifest = attrs.evolve(manifest, checksum=checksum_of(data))
     manifest.write(folder)
     return manifest.open(folder)
-
-
-def _left_there(folder: Path, key: str) -> Dataset | None:
-    """Return the data of a folder where it is that of ``key`` and whole."""
-    try:
-        manifest = read_manifest(folder)
-        if manifest.key != key:
-            return None
-        data = manifest.open(folder)
-        return data if checksum_of(data) == manifest.checksum else None
-    except (DataError, ConfigError):
-        return None
 
 
 def _key_of(choice: DataChoice, sources: list[Found]) -> str:

@@ -10,10 +10,8 @@ import attrs
 import numpy as np
 import torch
 
-from trainwright.integration.data.orders import Shuffled
 from trainwright.integration.data.protocol import Samples, Sequence, Sequences
 from trainwright.integration.data.shifting import IGNORE, labels_of, ordinals_of
-from trainwright.integration.data.stream import Stream
 from trainwright.integration.errors import ConfigError
 from trainwright.stability_guards import Positions
 
@@ -68,37 +66,29 @@ class Reader:
     the batches had and have.
 
     Args:
-        data: samples in the run's order; or a stream of tokens [n], which is cut into sequences and
-            shuffled by (seed, epoch).
-        sequence_length: tokens a sequence.
+        samples: in the run's order.
         global_batch: sequences a step over all data ranks.
         microbatches: microbatches a data rank makes of its share.
-        seed: seed of the order of a stream.
         data_rank: this rank's place among the data ranks.
         data_size: number of data ranks.
         device: where batches are put.
 
     Raises:
-        DataError: the stream is shorter than one sequence and its next token.
         ConfigError: the global batch cannot be shared out evenly.
     """
 
     def __init__(
         self,
-        data: np.ndarray | Samples,
-        sequence_length: int,
+        samples: Samples,
         global_batch: int,
         *,
         microbatches: int = 1,
-        seed: int = 0,
         data_rank: int = 0,
         data_size: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
         check_batch(global_batch, data_size, microbatches)
-        if isinstance(data, np.ndarray):
-            data = Shuffled(Stream(data, sequence_length), seed)
-        self.samples = data
+        self.samples = samples
         self.global_batch = global_batch
         self.microbatches = microbatches
         self.data_rank = data_rank
@@ -154,14 +144,6 @@ class Reader:
         """Continue at the position of ``state``."""
         self.consumed = int(state["consumed"])
 
-    def sample(self, index: int) -> np.ndarray:
-        """Return the tokens at a position of the run's sample order, and the one after them.
-
-        Returns:
-            Integers [S + 1].
-        """
-        return self.samples.sample(index).tokens
-
     def _put(self, rows: np.ndarray, draw: Draw) -> torch.Tensor:
         return _split(rows, draw.microbatches).to(self.device)
 
@@ -200,18 +182,6 @@ def check_batch(global_batch: int, data_size: int, microbatches: int) -> None:
             f"global_batch={global_batch} must be a multiple of dp={data_size} * "
             f"microbatches={microbatches} = {unit}; {nearest} works"
         )
-
-
-def evenly_spaced(
-    stream: np.ndarray, sequence_length: int, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and labels [n, S] of up to ``count`` sequences spread over the stream.
-
-    Raises:
-        DataError: the stream is shorter than one sequence and its next token.
-    """
-    rows = spread(Stream(stream, sequence_length, what="held-out part"), count)
-    return rows.tokens_NS, rows.labels_NS
 
 
 @attrs.frozen(eq=False)

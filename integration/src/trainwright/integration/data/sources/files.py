@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 BLOCK = 1 << 24
@@ -12,18 +14,23 @@ BLOCK = 1 << 24
 PASSED_OVER = {"__pycache__", "site-packages", "dist-packages"}
 
 
-def files_below(folder: Path, pattern: str) -> list[Path]:
+def files_below(folder: Path, pattern: str = "*") -> list[Path]:
     """Return the files of a folder in order of their relative names.
 
     Hidden ones, and those of ``__pycache__`` and ``site-packages``, are passed over.
     """
-    found = []
-    for path in folder.rglob(pattern):
-        parts = path.relative_to(folder).parts
-        hidden = any(part.startswith(".") or part in PASSED_OVER for part in parts)
-        if not hidden and path.is_file():
-            found.append(path)
+    found = [path for path in walk(folder) if fnmatchcase(path.name, pattern)]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """Go through the files of a folder that are not passed over, in no order."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [n for n in folders if not n.startswith(".") and n not in PASSED_OVER]
+        for name in names:
+            path = Path(parent, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
 
 
 def relative_name(path: Path, root: Path) -> str:
