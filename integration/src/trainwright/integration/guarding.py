@@ -14,8 +14,11 @@ import attrs
 
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.settings.files import without_repeats
+from trainwright.integration.signals import ATTENTION, LOGIT, UPDATE
 from trainwright.stability_guards import (
+    BoundGuard,
     DivergenceGuard,
+    GrowthGuard,
     Guard,
     GuardError,
     JointSpikeGuard,
@@ -26,6 +29,7 @@ from trainwright.stability_guards import (
     SpikeGuard,
     StallGuard,
     Verdict,
+    all_guards,
     any_of,
     default_guards,
     escalate,
@@ -39,12 +43,18 @@ GUARDS: dict[str, Callable[..., Guard]] = {
     "joint-spike": JointSpikeGuard,
     "divergence": DivergenceGuard,
     "stall": StallGuard,
+    "update-ratio": functools.partial(BoundGuard, UPDATE, most=0.1, in_a_row=3),
+    "logit-growth": functools.partial(GrowthGuard, LOGIT, floor=50.0),
+    "attention-growth": functools.partial(GrowthGuard, ATTENTION, floor=50.0),
 }
 """Guards that a file can name; "escalate" beside a guard's arguments makes it sterner each time."""
 
 ESCALATION = ("skips", "rollbacks", "within_steps")
 SIGNALS = ("loss", "norm")
 """What the recipe tells guards of a step."""
+OF_MODELS = ("update-ratio", "logit-growth", "attention-growth")
+"""Guards of what is measured of the model, every so many steps."""
+SIGNALS_EVERY = 20
 VERDICTS = tuple(verdict.name for verdict in Verdict)
 END_OF_DATA = 2**48
 """No run reads so far; positions are counted in whole numbers of the machine."""
@@ -59,6 +69,7 @@ class GuardPlan:
         recovery: how a run goes back, and how often.
         snapshots: how many states are kept in host memory to go back to; 0 for none.
         snapshot_bytes: what they may take together on a rank; None for no bound.
+        signals_every: steps between measurements of the model, for guards of it; 0 for none.
         replicas_every: steps between comparisons of weights that data ranks have alike; 0 for none.
         exclude: positions of the run's sample order that are never read.
     """
@@ -67,6 +78,7 @@ class GuardPlan:
     recovery: RecoveryPlan = attrs.field(factory=RecoveryPlan)
     snapshots: int = 2
     snapshot_bytes: int | None = None
+    signals_every: int = 0
     replicas_every: int = 100
     exclude: Positions = attrs.field(factory=Positions)
 
@@ -80,7 +92,7 @@ def read_guards(text: str, exclude: str | None = None, *, scales_losses: bool = 
     """Return the plan that ``--guards`` and ``--exclude`` name.
 
     Args:
-        text: ``default``, ``none``, or a JSON file such as ``{"guards": {"non-finite": {},
+        text: ``default``, ``all``, ``none``, or a JSON file such as ``{"guards": {"non-finite": {},
             "joint-spike": {"escalate": {"skips": 2}}}, "recovery": {"snapshot_every": 50},
             "snapshots": 2, "snapshot_bytes": 1000000000, "replicas_every": 100}``, in
             which all but the guards may be left out.
@@ -95,6 +107,8 @@ def read_guards(text: str, exclude: str | None = None, *, scales_losses: bool = 
     plan = GuardPlan(default_guards())
     if text == "none":
         plan = GuardPlan(never(), snapshots=0, replicas_every=0)
+    elif text == "all":
+        plan = GuardPlan(all_guards(), signals_every=SIGNALS_EVERY)
     elif text != "default":
         plan = _plan_of(_read_json(text, "--guards"), text)
     if exclude is not None:
@@ -115,7 +129,7 @@ def read_guards(text: str, exclude: str | None = None, *, scales_losses: bool = 
 
 def _plan_of(values: Any, file: str) -> GuardPlan:
     what = f"--guards {file}"
-    counts = ("snapshots", "snapshot_bytes", "replicas_every")
+    counts = ("snapshots", "snapshot_bytes", "signals_every", "replicas_every")
     _check_keys(what, values, ("guards", "recovery", *counts))
     if "guards" not in values:
         raise ConfigError(f'{what} must name "guards"; {{"guards": {{}}}} lets every step be')
@@ -127,6 +141,11 @@ def _plan_of(values: Any, file: str) -> GuardPlan:
     for name, value in counted.items():
         if type(value) is not int or value < 0:
             raise ConfigError(f"{what}: {name} must be a whole number from 0, got {value!r}")
+    asks = [name for name in named if name in OF_MODELS]
+    if not asks and counted.get("signals_every"):
+        raise ConfigError(f"{what}: signals_every has no effect; {', '.join(OF_MODELS)} use it")
+    if asks and not counted.setdefault("signals_every", SIGNALS_EVERY):
+        raise ConfigError(f"{what}: {', '.join(asks)} need signals_every from 1, got 0")
     return attrs.evolve(GuardPlan(guard, recovery), **counted)
 
 

@@ -27,6 +27,7 @@ from trainwright.integration.numerics import (
 from trainwright.integration.optimizers import Factory, JoinedOptimizer, OptimizerPlan
 from trainwright.integration.rates import decay_mover, learning_rate
 from trainwright.integration.sharded import build_stages, gathers_stages, shard_model
+from trainwright.integration.signals import Signals
 from trainwright.integration.stateful import Stateful
 from trainwright.integration.stepping import (
     build_executor,
@@ -71,6 +72,7 @@ class Parts:
         learning_rate: of the update with a number.
         move_decay: sets the weight decay of the update with a number.
         guards: what watches the steps.
+        signals: what guards are told of the model.
         journal: of what was done about what they saw, the same on every rank.
         scaler: what the losses are multiplied by before the backward pass.
         scales: of the FP8 products.
@@ -89,6 +91,7 @@ class Parts:
     learning_rate: Callable[[int], float]
     move_decay: Callable[[int], None]
     guards: GuardPlan
+    signals: Signals
     journal: Journal
     feed: Feed
     counts_tokens: float
@@ -160,6 +163,7 @@ def assemble(
     shape = config.model.applied(shape)
     check_vocabulary(shape, corpus.tokenizer.vocabulary, config.model.model)
     watched = config.guards
+    plan = read_guards(watched.guards, watched.exclude, scales_losses=scales_losses(config))
     check_fits(shape, config.parallel.mesh, config)
     mesh = Mesh(world, config.parallel.mesh)
     schedule = make_schedule(config)
@@ -177,7 +181,8 @@ def assemble(
         optimizer=joined,
         learning_rate=learning_rate(config.rate, config.optimizer.lr, config.steps),
         move_decay=decay_mover(config, joined),
-        guards=read_guards(watched.guards, watched.exclude, scales_losses=scales_losses(config)),
+        guards=plan,
+        signals=Signals(mesh, model, joined, plan.signals_every),
         journal=MemoryJournal() if journal is None else journal,
         feed=build_feed(config, mesh, corpus),
         counts_tokens=1.0 if schedule.num_stages - 1 in model.stages else 0.0,

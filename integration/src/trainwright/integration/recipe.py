@@ -29,6 +29,7 @@ class StepRecord:
         tokens: valid tokens of the global batch.
         seconds: duration of the step on this rank.
         verdict: what the guards decided.
+        microbatches: of each data rank; 0 where nobody says.
         pipeline: what the pipeline gave back on this rank, with its timeline at measured steps.
     """
 
@@ -39,6 +40,7 @@ class StepRecord:
     tokens: int
     seconds: float
     verdict: Verdict
+    microbatches: int = 0
     pipeline: StepResult | None = attrs.field(default=None, eq=False, repr=False)
 
 
@@ -61,6 +63,7 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
         started = time.perf_counter()
         made = progress.step + 1
         batch = parts.feed.next_batch()
+        parts.signals.listen(progress.step)
         scale = parts.scaler.get_scale()
         result = parts.executor_of(batch.microbatches).step(
             batch.inputs, divisor=batch.divisor, loss_scale=scale, timed=parts.is_measured(made)
@@ -72,7 +75,9 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
             loss_sum=result.loss_sum,
             tokens=batch.tokens * parts.counts_tokens,
         )
-        report = report_from_totals(progress.step, totals, loss_scale=scale)
+        report = report_from_totals(
+            progress.step, totals, loss_scale=scale, signals=parts.signals.heard()
+        )
         parts.scaler.unscale_(parts.optimizer, non_finite=totals.non_finite)
         verdict = recovery.judge(report, progress.updates)
         lr = _OUTCOMES[verdict](parts, progress, totals)
@@ -87,6 +92,7 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
             tokens=report.tokens,
             seconds=time.perf_counter() - started,
             verdict=verdict,
+            microbatches=batch.microbatches,
             pipeline=result,
         )
         for observe in observers:
