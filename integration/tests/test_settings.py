@@ -67,7 +67,7 @@ def test_a_layout_that_does_not_fit_names_the_sizes_that_do(layout: str, words: 
         ("seed", 10**23, "below 2**63"),
         ("lr", float("nan"), "finite"),
         ("lr", float("inf"), "finite"),
-        ("clip", float("nan"), "finite"),
+        ("clip", float("nan"), "negative"),
         ("weight_decay", float("nan"), "negative"),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_file_of_any_format_says_the_same_and_options_go_before_it(
         ("a.toml", "[optimizer]\nsteps = 1\n", ["optimizer.steps", "did you mean steps?"]),
         ("a.toml", "[optimizer]\nzero = 1\n", ["did you mean parallel.zero?"]),
         ("a.toml", "lr = 1.0\n[optimizer]\nlr = 1.0\n", ["lr is given twice", "optimizer.lr"]),
-        ("a.toml", "optimizer = 3\n", ["optimizer is a section", "3"]),
+        ("a.toml", "parallel = 3\n", ["parallel is a section", "3"]),
         ("a.toml", 'steps = "many"\n', ["--steps must be a whole number, got 'many'"]),
         ("a.toml", "steps = 1.0\n", ["--steps must be a whole number, got 1.0"]),
         ("a.toml", "steps = true\n", ["--steps must be a whole number, got True"]),

@@ -37,8 +37,8 @@ FAULTS_OF_SCHEDULES = (
     Fault(
         "only the first of a rank's stages reduces its gradients",
         f"{INTEGRATION}/stepping.py",
-        "        reducers=model.parallel,\n",
-        "        reducers=dict(list(model.parallel.items())[:1]),\n",
+        "        reducers=model.parallel if parallel.overlap else",
+        "        reducers=dict(list(model.parallel.items())[:1]) if parallel.overlap else",
         IN_LOOPS,
     ),
     Fault(

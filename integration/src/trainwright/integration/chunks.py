@@ -12,6 +12,26 @@ from trainwright.sharding.data import DataParallel, GroupLayout, Piece
 
 
 @attrs.frozen(eq=False)
+class AtTheEnd:
+    """Reduces gradients only once the last backward is over, by not announcing it."""
+
+    parallel: DataParallel
+
+    def last_backward(self) -> None:
+        """Start nothing yet."""
+
+    def reduce(self) -> None:
+        """Start the reductions."""
+        self.parallel.reduce()
+
+
+def at_the_end(parallel: Mapping[int, DataParallel]) -> dict[int, AtTheEnd]:
+    """Return what reduces the chunks' gradients at the end; one for those that share a weight."""
+    each = {id(one): AtTheEnd(one) for one in parallel.values()}
+    return {number: each[id(one)] for number, one in parallel.items()}
+
+
+@attrs.frozen(eq=False)
 class Chunks:
     """This rank's stages of the pipeline and what shares out their states, as one model.
 

@@ -21,6 +21,7 @@ from trainwright.integration.settings import (
     ParallelSettings,
     RateSettings,
     SavingSettings,
+    ScalingSettings,
     WatchingSettings,
     tree,
 )
@@ -61,6 +62,7 @@ class RunConfig:
     model: ModelSettings = attrs.field(factory=ModelSettings)
     data: DataSettings = attrs.field(factory=DataSettings)
     optimizer: OptimizerSettings = attrs.field(factory=OptimizerSettings)
+    scaling: ScalingSettings = attrs.field(factory=ScalingSettings)
     rate: RateSettings = attrs.field(factory=RateSettings)
     activations: ActivationSettings = attrs.field(factory=ActivationSettings)
     guards: GuardSettings = attrs.field(factory=GuardSettings)

@@ -36,7 +36,7 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     _check_sequence(mesh, parallel, batch.sequence_length)
     _check_pipeline(shape, mesh, config)
     batch.sizes(mesh.dp, mesh.pp)
-    _check_sharding(mesh, parallel)
+    _check_sharding(mesh, config)
     _check_saving(config.saving)
     check_rates(config)
     _check_ramp(config)
@@ -101,18 +101,25 @@ def _check_ramp(config: RunConfig) -> None:
             ) from error
 
 
-def _check_sharding(mesh: MeshShape, parallel: ParallelSettings) -> None:
-    zero = parallel.zero
+def _check_sharding(mesh: MeshShape, config: RunConfig) -> None:
+    parallel, zero = config.parallel, config.parallel.zero
     unused = {
         "--gather": parallel.gather != "auto" and zero < 3 and "stage 3 gathers weights",
         "--reduce": parallel.reduce != "step" and zero < 2 and "stages 2 and 3 cut gradients",
         "--layout dp_shard": mesh.dp_shard not in (None, mesh.dp)
         and zero < 1
         and "stages 1 to 3 share model states out",
+        "--bucket-bytes": parallel.bucket_bytes and zero == 3 and "there a unit is reduced at once",
+        "--live-units": parallel.live_units and zero < 3 and "stage 3 gathers weights",
     }
     for option, reason in unused.items():
         if reason:
             raise ConfigError(f"{option} has no effect with --zero {zero}; {reason}")
+    if parallel.live_units and gathers_stages(config):
+        raise ConfigError(
+            f"--live-units {parallel.live_units} has no effect where whole stages are gathered; "
+            "--gather unit works"
+        )
 
 
 def _check_activations(config: RunConfig) -> None:

@@ -12,7 +12,14 @@ from trainwright.checkpointing.state import Sharded
 from trainwright.collectives import Communicator, ShardSpec
 from trainwright.integration.config import RunConfig
 from trainwright.integration.model import DecoderStage
-from trainwright.precision import DynamicLossScaler, LossScaler, UnitLossScaler, policy
+from trainwright.precision import (
+    DynamicLossScaler,
+    Hysteresis,
+    LossScaler,
+    StaticLossScaler,
+    UnitLossScaler,
+    policy,
+)
 from trainwright.precision.float8 import Float8State, Scope, convert_linears
 from trainwright.sharding import Mesh
 from trainwright.sharding.data import Piece
@@ -31,7 +38,16 @@ def choose_scaler(config: RunConfig, pieces: Mapping[str, Piece]) -> LossScaler:
     """
     if not scales_losses(config):
         return UnitLossScaler()
-    return DynamicLossScaler(named_parameters=[(n, p.parameter) for n, p in pieces.items()])
+    told = config.scaling
+    if told.loss_scale is not None:
+        return StaticLossScaler(told.loss_scale)
+    return DynamicLossScaler(
+        told.initial_scale,
+        growth_interval=told.scale_window,
+        hysteresis=Hysteresis(told.hysteresis, told.hysteresis_refills),
+        min_scale=told.min_scale,
+        named_parameters=[(n, p.parameter) for n, p in pieces.items()],
+    )
 
 
 def scales_losses(config: RunConfig) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -108,8 +109,8 @@ class Parts:
 
     @property
     def clip(self) -> float:
-        """Largest gradient norm."""
-        return self.config.optimizer.clip
+        """Largest gradient norm, infinite where gradients stay as they are."""
+        return self.config.optimizer.clip or math.inf
 
     def is_measured(self, step: int) -> bool:
         """Whether the ranks are measured at a step; on every rank alike."""

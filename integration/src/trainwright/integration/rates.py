@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.foreign_rates import foreign_rate
 from trainwright.integration.settings import RateSettings
 from trainwright.stability_guards import (
     GuardError,
@@ -32,12 +34,14 @@ POWER = 2.0
 _SHAPES = {"linear": straight, "cosine": half_cosine, "1-sqrt": one_minus_sqrt}
 
 
-def learning_rate(rate: RateSettings, peak: float, steps: int) -> Rates:
+def learning_rate(rate: RateSettings, peak: float, steps: int) -> Callable[[int], float]:
     """Return the schedule of the learning rate in a run of so many steps.
 
     Raises:
         ConfigError: rise and fall are longer than the run.
     """
+    if rate.scheduler is not None:
+        return partial(foreign_rate(rate.scheduler).at, lr=peak, steps=steps)
     rise, fall = rate.warmup_steps(steps), rate.falling_steps(steps)
     floor = peak * (FLOOR_SHARE if rate.lr_floor is None else rate.lr_floor)
     if rise > steps:

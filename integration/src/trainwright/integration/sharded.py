@@ -38,6 +38,11 @@ EMBEDDING = "model.embed_tokens.weight"
 KEEP_FP32 = ("*norm.weight",)
 """Norms stay in at least float32 whatever the dtype of the run."""
 
+BUCKET_BYTES = 25 * 2**20
+LIVE_UNITS = 2
+REDUCE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""In what gradients travel; they are at least float32 where they lie."""
+
 NORM_BIASES = "*norm.bias"
 
 ROUTERS = "*.mlp.gate.weight"
@@ -121,6 +126,7 @@ def _shard(
         # The embedding lies at both ends of the pipeline, which see a part of its gradient each.
         alone = placements[EMBEDDING]
         placements[EMBEDDING] = attrs.evolve(alone, gradient={**alone.gradient, "pp": Partial()})
+    parallel = config.parallel
     keep = [*KEEP_FP32]
     keep += [NORM_BIASES] if shape.norm == "layer" else []
     keep += [ROUTERS] if any(fnmatchcase(name, ROUTERS) for name in placements) else []
@@ -130,15 +136,18 @@ def _shard(
         module,
         mesh,
         ShardPolicy(
-            stage=config.parallel.zero,
+            stage=parallel.zero,
+            bucket_bytes=parallel.bucket_bytes or BUCKET_BYTES,
+            live_units=parallel.live_units or LIVE_UNITS,
+            reduce_dtype=REDUCE_DTYPES.get(parallel.reduce_dtype or ""),
             units=by_class(Block, DenseBlock, ExpertBlock),
             parameter_dtype=dtypes.parameter_dtype,
-            reduce_each_backward=config.parallel.reduce == "microbatch",
+            reduce_each_backward=parallel.reduce == "microbatch",
             # Drawn by place they are equal already; a broadcast would hide it if they were not.
             broadcast_weights=False,
         ),
         placements,
-        hooks=config.parallel.zero == 3 and not gathers_stages(config),
+        hooks=parallel.zero == 3 and not gathers_stages(config),
         initialize=initializer(placements, shape, config.seed),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainwright.integration.chunks import Chunks
+from trainwright.integration.chunks import Chunks, at_the_end
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Data, Reader
 from trainwright.integration.feed import Feed
@@ -55,7 +55,7 @@ def build_executor(
         model.stages,
         mesh.communicator("pp"),
         loss=model.stages[max(model.stages)].loss,
-        reducers=model.parallel,
+        reducers=model.parallel if parallel.overlap else at_the_end(model.parallel),
         weights=model.parallel if by_schedule else {},
         boundary=BoundarySpec.uniform(schedule.num_stages, handed_on),
     )

@@ -10,6 +10,7 @@ from trainwright.integration.settings.optimizer import OptimizerSettings
 from trainwright.integration.settings.parallel import ParallelSettings
 from trainwright.integration.settings.rate import RateSettings
 from trainwright.integration.settings.saving import SavingSettings
+from trainwright.integration.settings.scaling import ScalingSettings
 from trainwright.integration.settings.watching import WatchingSettings
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "ParallelSettings",
     "RateSettings",
     "SavingSettings",
+    "ScalingSettings",
     "WatchingSettings",
 ]

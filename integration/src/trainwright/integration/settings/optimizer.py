@@ -31,7 +31,7 @@ class OptimizerSettings:
         eps: what AdamW and Adam add to a root.
         momentum: how much of it SGD or Muon keeps.
         nesterov: whether SGD or Muon looks ahead along the momentum.
-        clip: largest gradient norm, of the gradients as they are.
+        clip: largest gradient norm, of the gradients as they are; 0 leaves them so.
 
     Raises:
         ConfigError: the optimizer does not use a value that is given.
@@ -47,7 +47,7 @@ class OptimizerSettings:
     eps: float | None = leaf(None, "of adamw, adam (default 1e-8)")
     momentum: float | None = leaf(None, "of sgd (default 0.9), muon (0.95)")
     nesterov: bool | None = leaf(None, "of sgd (default no), muon (yes)")
-    clip: float = leaf(1.0, "largest gradient norm", positive)
+    clip: float = leaf(1.0, "largest gradient norm; 0 leaves gradients as they are", not_negative)
 
     def __attrs_post_init__(self) -> None:
         check_options(self.optimizer, self._options)

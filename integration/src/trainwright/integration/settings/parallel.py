@@ -15,6 +15,7 @@ from trainwright.sharding import MeshShape
 SCHEDULES = tuple(name for name in GENERATORS if name != "forward-only")
 ZERO_STAGES = (0, 1, 2, 3)
 GATHERS = ("auto", "step", "action", "unit")
+REDUCE_DTYPES = ("bfloat16", "float16")
 REDUCTIONS = ("step", "microbatch")
 CONTEXTS = ("ring", "ulysses", "gathered", "hybrid")
 
@@ -31,6 +32,10 @@ class ParallelSettings:
             pipeline and step in one.
         reduce: whether gradients are added over data ranks once a ``step``, or after each
             ``microbatch``, so that stages 2 and 3 keep a part of them only.
+        reduce_dtype: in what gradients travel; None sends them as they are.
+        overlap: whether reductions begin while the last backward is under way.
+        bucket_bytes: gradients that are reduced at once below stage 3; None takes 25 MiB.
+        live_units: at stage 3, units whose weights are whole at once; None takes 2.
         sequence_parallel: whether tensor-parallel ranks have a part of the positions each between
             their products, instead of all.
         context: how context-parallel ranks attend to each other's positions: keys and values go
@@ -51,6 +56,18 @@ class ParallelSettings:
     )
     reduce: str = leaf(
         "step", f"when gradients are reduced: {', '.join(REDUCTIONS)}", one_of(REDUCTIONS)
+    )
+    reduce_dtype: str | None = leaf(
+        None,
+        f"in what gradients travel: {', '.join(REDUCE_DTYPES)} (default: as they are)",
+        one_of(REDUCE_DTYPES),
+    )
+    overlap: bool = leaf(True, "begin reductions while the last backward is under way (default)")
+    bucket_bytes: int | None = leaf(
+        None, "gradients reduced at once below stage 3 (default 25 MiB)", positive
+    )
+    live_units: int | None = leaf(
+        None, "layers whose weights are whole at once at stage 3 (default 2)", positive
     )
     sequence_parallel: bool = leaf(False, "cut positions between products over tp")
     context: str = leaf("ring", f"attention over cp: {', '.join(CONTEXTS)}", one_of(CONTEXTS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.foreign_rates import foreign_rate
 from trainwright.integration.settings.leaf import leaf
 from trainwright.integration.values import not_negative, one_of, option, positive, share
 
@@ -40,6 +41,8 @@ class RateSettings:
             ``inverse-sqrt``.
         weight_decay_end: weight decay at the end of the run, to which it moves in a straight line
             from the first update on; None keeps it.
+        scheduler: a schedule of DeepSpeed's as JSON, with a rise and a fall of its own, in place of
+            all of these but the weight decay; see `foreign_rate`.
 
     Raises:
         ConfigError: two settings say the same thing, or one has no effect with the schedule.
@@ -70,6 +73,9 @@ class RateSettings:
     weight_decay_end: float | None = leaf(
         None, "weight decay at the end of the run (default: as at its beginning)", not_negative
     )
+    scheduler: str | None = leaf(
+        None, 'or DeepSpeed\'s: {"type": …, "params": …} as JSON, such as WarmupLR or OneCycle'
+    )
 
     def __attrs_post_init__(self) -> None:
         for one, other in (("warmup", "warmup_fraction"), ("decay_steps", "decay_fraction")):
@@ -85,6 +91,8 @@ class RateSettings:
                     f"{option(name)} {getattr(self, name)} has no effect with --lr-schedule "
                     f"{self.lr_schedule}; it is for {', '.join(users)}"
                 )
+        if self.scheduler is not None:
+            self._check_alone()
 
     def warmup_steps(self, steps: int) -> int:
         """Return the updates over which the rate rises in a run of so many steps."""
@@ -100,3 +108,14 @@ class RateSettings:
             return self.decay_steps
         rest = steps - self.warmup_steps(steps)
         return min(rest, max(1, steps // 10)) if self.lr_schedule == "wsd" else rest
+
+    def _check_alone(self) -> None:
+        foreign_rate(str(self.scheduler))
+        usual = {field.name: field.default for field in attrs.fields(RateSettings)}
+        for name in ("lr_schedule", "warmup", "warmup_fraction", *_USERS):
+            value = getattr(self, name)
+            if value != usual[name]:
+                raise ConfigError(
+                    f"{option(name)} {value} has no effect with --scheduler, which has a rise and "
+                    "a fall of its own; leave one out"
+                )

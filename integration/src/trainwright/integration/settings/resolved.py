@@ -18,8 +18,11 @@ def resolved(config: RunConfig) -> Iterator[str]:
         f"global batch {sizes.global_batch} = {sizes.microbatches} microbatches of "
         f"{sizes.micro_batch} sequences on each of {mesh.dp} data ranks"
     )
-    rising = config.rate.warmup_steps(config.steps)
-    yield f"the learning rate rises for {rising} of {config.steps} updates"
+    if config.rate.scheduler is None:
+        rising = config.rate.warmup_steps(config.steps)
+        yield f"the learning rate rises for {rising} of {config.steps} updates"
+    else:
+        yield f"learning rate by {config.rate.scheduler}"
     if config.parallel.num_stages > 1:
         stages = config.parallel.layers_of_stages(config.model.shape.layers)
         yield f"layers of the pipeline's stages: {[len(each) for each in stages]}"

@@ -105,7 +105,8 @@ def flatten(tree: type[attrs.AttrsInstance], mapping: Mapping[str, Any]) -> dict
         elif key in sections:
             raise ConfigError(f"{key} is a section of settings, got {value!r}")
         else:
-            raise ConfigError(f"unknown setting {key!r}{_hint(key, leaves, sections)}")
+            near = _hint(key, {}, sections) if isinstance(value, Mapping) else _hint(key, leaves)
+            raise ConfigError(f"unknown setting {key!r}{near}")
         for name in found.keys() & flat.keys():
             raise ConfigError(f"{name} is given twice, at the top and as {leaves[name].path}")
         flat.update(found)
