@@ -15,10 +15,16 @@ from tests.optimizer_runs import (
     assert_same_updates,
     by_dims,
     settings,
+    shape_of,
     slices_of,
     updates_in_layout,
 )
-from trainwright.integration.optimizers import OPTIMIZERS
+from tests.serial import text
+from trainwright.collectives import Communicator, LocalWorld
+from trainwright.integration.errors import ConfigError
+from trainwright.integration.optimizers import OPTIMIZERS, plan_of
+from trainwright.integration.parts import assemble
+from trainwright.precision import MasterWeights
 
 Named = dict[str, nn.Parameter]
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -136,3 +142,36 @@ def test_an_optimizer_of_torch_that_has_no_name_here_is_given_from_python(
 
     decay = 0.01 if "NAdam" in repr(factory) else 0.0
     assert_same_updates(found, lambda named: [factory(by_dims(named, decay))])
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        (torch.optim.LBFGS, "LBFGS evaluates the loss again and again"),
+        (torch.optim.SparseAdam, "SparseAdam takes sparse gradients"),
+        (
+            lambda groups: PaperLion(groups),
+            "PaperLion is not .* known to be element-wise.*element_wise",
+        ),
+        (lambda groups: groups, "must be a torch.optim.Optimizer, got a list"),
+        (
+            lambda groups: MasterWeights(groups, partial(torch.optim.AdamW, lr=0.1)),
+            "MasterWeights writes and reads its states in a form of its own.*give that one",
+        ),
+    ],
+    ids=["LBFGS", "SparseAdam", "unknown", "none", "masters"],
+)
+def test_an_optimizer_that_a_run_cannot_use_is_refused_with_the_reason(
+    factory: Callable[[Any], Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_of(factory, torch.optim.AdamW)
+
+
+def test_a_weight_decay_that_the_optimizer_has_not_is_refused() -> None:
+    def work(world: Communicator) -> None:
+        config = settings(weight_decay=0.1)
+        with pytest.raises(ConfigError, match="Rprop has no weight decay; choose --weight-decay 0"):
+            assemble(config, world, text(), shape_of(config), optimizer=torch.optim.Rprop)
+
+    LocalWorld(1).run(work)

@@ -127,6 +127,19 @@ def plan_of(factory: Factory, rest: Factory) -> OptimizerPlan:
 
 
 def _class_of(factory: Factory) -> type[torch.optim.Optimizer]:
+    """Return what is made; one whose states only it can write and read is refused."""
+    kind = _made_by(factory)
+    plain = torch.optim.Optimizer
+    if kind.state_dict is not plain.state_dict or kind.load_state_dict is not plain.load_state_dict:
+        raise ConfigError(
+            f"{kind.__name__} writes and reads its states in a form of its own, which checkpoints "
+            "cannot hold by parameter for any layout; where it keeps or rounds weights of another "
+            "optimizer, give that one: here every optimizer updates weights of at least float32"
+        )
+    return kind
+
+
+def _made_by(factory: Factory) -> type[torch.optim.Optimizer]:
     made = factory.func if isinstance(factory, partial) else factory
     if isinstance(made, type) and issubclass(made, torch.optim.Optimizer):
         return made
