@@ -16,6 +16,7 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Data, open_data
 from trainwright.integration.errors import ConfigError, DataError
 from trainwright.integration.finishing import Summary, finish
+from trainwright.integration.health import warnings_of
 from trainwright.integration.numerics import may_overflow
 from trainwright.integration.observers import MetricsFile, display
 from trainwright.integration.parts import Parts, assemble
@@ -131,7 +132,7 @@ def _train(saver: Saver, folder: RunFolder) -> list[StepRecord]:
             observers.append(opened.enter_context(contextlib.closing(MetricsFile(folder.metrics))))
         show = opened.enter_context(display(first, parts.steps, progress.step))
         check = ReplicaCheck(parts, parts.guards.replicas_every)
-        train(parts, progress, [*observers, check, saver, show])
+        train(parts, progress, [*observers, check, *warnings_of(parts), saver, show])
     if last and last[0].verdict is not Verdict.CONTINUE and not _bears_skip(parts, last[0].loss):
         reason = parts.journal.entries[-1].reason
         raise HaltError(f"{reason}; the run ended on skipped steps, which are not saved")
