@@ -32,6 +32,8 @@ NUM_TOKENS = 6
 PROMPTS = (b"Licensor", b"of the License", b"You")
 DENSE = attrs.evolve(GROUPED, layers=4)
 TIED = attrs.evolve(DENSE, tied=True)
+SHARED = attrs.evolve(DENSE, layers=2, kv_heads=2)
+"""Four tensor-parallel ranks cannot share its key/value heads out."""
 LEARNED = attrs.evolve(
     DENSE,
     kv_heads=8,
@@ -109,20 +111,27 @@ def assert_same(found: Said, wanted: Said) -> None:
         assert (logits - exact).abs().max() <= TOLERANCE * exact.abs().max()
 
 
+LAYOUTS: list[tuple[dict[str, object], ModelShape]] = [
+    ({"layout": "dp=1"}, DENSE),
+    ({"layout": "tp=4", "sequence_parallel": True}, SHARED),
+    ({"layout": "tp=2,pp=2", "schedule": "interleaved-1f1b"}, LEARNED),
+    ({"layout": "cp=2,pp=2,ep=2"}, SPARSE),
+    ({"layout": "dp=2", "zero": 3}, NORMED),
+]
+MORE: list[tuple[dict[str, object], ModelShape]] = [
+    ({"layout": "tp=2"}, TIED),
+    ({"layout": "tp=8", "sequence_parallel": True}, DENSE),
+    ({"layout": "pp=2", "schedule": "zb-v"}, TIED),
+    ({"layout": "cp=2", "context": "ulysses"}, NORMED),
+    ({"layout": "dp=2,tp=2", "zero": 3}, DENSE),
+    ({"layout": "dp=2,pp=2", "zero": 3, "gather": "action"}, TIED),
+    ({"layout": "dp=2,tp=2,ep=4,etp=1", "sequence_parallel": True}, SPARSE),
+]
+
+
 @pytest.mark.parametrize(
     ("layout", "shape"),
-    [
-        ({"layout": "dp=1"}, DENSE),
-        ({"layout": "tp=2"}, TIED),
-        ({"layout": "tp=8", "sequence_parallel": True}, DENSE),
-        ({"layout": "pp=2", "schedule": "zb-v"}, TIED),
-        ({"layout": "tp=2,pp=2", "schedule": "interleaved-1f1b"}, LEARNED),
-        ({"layout": "cp=2", "context": "ulysses"}, NORMED),
-        ({"layout": "dp=2,tp=2", "zero": 3}, DENSE),
-        ({"layout": "dp=2,pp=2", "zero": 3, "gather": "action"}, TIED),
-        ({"layout": "dp=2,tp=2,ep=4,etp=1", "sequence_parallel": True}, SPARSE),
-        ({"layout": "cp=2,pp=2,ep=2"}, SPARSE),
-    ],
+    [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
 def test_a_layout_with_a_cache_says_what_the_plain_model_says(

@@ -36,10 +36,13 @@ FOUR: Losses = [[4], [1, 1, 2], [3, 3], [2]]
 
 LAYOUTS = [
     {"layout": "dp=1", "microbatches": 1},
-    {"layout": "dp=1", "microbatches": 2},
     {"layout": "dp=1", "microbatches": 4},
-    {"layout": "dp=2", "microbatches": 1},
     {"layout": "dp=2", "microbatches": 2, "zero": 2, "reduce": "microbatch"},
+    {"layout": "cp=2,pp=2", "microbatches": 2},
+]
+MORE = [
+    {"layout": "dp=1", "microbatches": 2},
+    {"layout": "dp=2", "microbatches": 1},
     # Where hooks gather them, a loss finds no weights.
     {"layout": "dp=4", "microbatches": 1, "zero": 3, "gather": "step"},
     {"layout": "cp=2,tp=2", "microbatches": 2},
@@ -103,7 +106,6 @@ def records_of(
     """Train with the recipe on these samples; return its records but for durations."""
     reader = Reader(
         Samples(losses),
-        LENGTH,
         batch,
         microbatches=microbatches,
         data_rank=parts.mesh.coordinate("dp"),
@@ -133,7 +135,11 @@ def labelled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("labelled")
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.values())))
+@pytest.mark.parametrize(
+    "layout",
+    [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.long) for layout in MORE)],
+    ids=lambda layout: "-".join(map(str, layout.values())),
+)
 def test_every_token_weighs_the_same_however_samples_are_shared_out(layout: dict[str, Any]) -> None:
     means = {
         ((4,), (1, 1, 2), (3, 3), (2,)): 16 / 7,
@@ -189,7 +195,7 @@ def test_a_batch_without_any_valid_token_is_skipped_and_leaves_no_trace() -> Non
 
 
 @pytest.mark.usefixtures("labelled")
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3, 4, pytest.param(2, marks=pytest.mark.long)])
 def test_each_held_out_sample_counts_once_on_any_number_of_ranks(ranks: int) -> None:
     config = settings(layout=f"dp={ranks}", global_batch=12 // (1 + ranks % 2), microbatches=1)
 
@@ -204,8 +210,10 @@ def test_each_held_out_sample_counts_once_on_any_number_of_ranks(ranks: int) -> 
 @pytest.mark.parametrize(
     "layout",
     [
-        {"layout": "dp=2,pp=2", "zero": 1, "schedule": "zb-v"},
         {"layout": "dp=2", "zero": 3},
+        pytest.param(
+            {"layout": "dp=2,pp=2", "zero": 1, "schedule": "zb-v"}, marks=pytest.mark.long
+        ),
     ],
     ids=lambda layout: layout["layout"],
 )

@@ -18,6 +18,9 @@ from trainwright.collectives import CollectiveError, Communicator
 from trainwright.integration import (
     checkpoint_command,
     data_command,
+    evaluate_command,
+    export_command,
+    generate_command,
     launch,
     report_command,
     worker,
@@ -85,6 +88,9 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, parser_class=_Parser)
     checkpoint_command.add_parser(commands)
     data_command.add_parser(commands)
+    evaluate_command.add_parser(commands)
+    export_command.add_parser(commands)
+    generate_command.add_parser(commands)
     report_command.add_parser(commands)
     train = commands.add_parser(
         "train",
@@ -152,6 +158,9 @@ def train_command(options: argparse.Namespace) -> int:
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "checkpoint": checkpoint_command.run,
     "data": data_command.run,
+    "evaluate": evaluate_command.run,
+    "export": export_command.run,
+    "generate": generate_command.run,
     "report": report_command.run,
     "train": train_command,
 }

@@ -10,6 +10,7 @@ import attrs
 
 from trainwright.checkpointing.state import Sharded, StateStore
 from trainwright.collectives import Communicator, broadcast_object
+from trainwright.integration.balancing import ExpertBalance
 from trainwright.integration.chunks import Chunks
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import RunFolderError
@@ -65,7 +66,7 @@ def standing_settings(stored: RunConfig, given: Mapping[str, Any]) -> RunConfig:
 
 
 def assemble_model(config: RunConfig, world: Communicator, shape: ModelShape) -> StandingModel:
-    """Build a model on this rank, with its initial weights; all ranks call it together.
+    """Build a model on this rank, whose weights are yet to be loaded; all ranks call it together.
 
     Raises:
         ConfigError: settings, model and world do not fit, before any communication.
@@ -76,7 +77,7 @@ def assemble_model(config: RunConfig, world: Communicator, shape: ModelShape) ->
     mesh = Mesh(world, config.parallel.mesh)
     schedule = make_schedule(config)
     stages = build_stages(config, shape, mesh, schedule)
-    model = shard_model(config, shape, mesh, stages)
+    model = shard_model(config, shape, mesh, stages, drawn=False)
     return StandingModel(
         config=config,
         mesh=mesh,
@@ -113,7 +114,9 @@ def load_run(parts: StandingModel, folder: RunFolder, step: int | None = None) -
         weights = {
             name: Sharded(each.parameter.detach(), each.spec) for name, each in pieces.items()
         }
-        report = store.load_partial({"model": weights}, chosen, convert=["model/*"])
+        balance = ExpertBalance(parts.mesh, tuple(parts.model.stages.values()), 0.0)
+        tree = {"model": weights, "experts": balance.tree()}
+        report = store.load_partial(tree, chosen, convert=["model/*"])
         if report.num_missing:
             raise RunFolderError(f"the checkpoint is not one of this model: {report}")
     parts.model.publish()

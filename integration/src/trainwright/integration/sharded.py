@@ -101,9 +101,17 @@ def sequence_part(config: RunConfig, mesh: Mesh) -> SequencePart:
 
 
 def shard_model(
-    config: RunConfig, shape: ModelShape, mesh: Mesh, stages: dict[int, DecoderStage]
+    config: RunConfig,
+    shape: ModelShape,
+    mesh: Mesh,
+    stages: dict[int, DecoderStage],
+    *,
+    drawn: bool = True,
 ) -> Chunks:
-    """Initialise stages and share their model states out over the data-parallel ranks."""
+    """Initialise stages and share their model states out over the data-parallel ranks.
+
+    Without ``drawn`` all weights are zero, for somebody who loads them.
+    """
     groups = [[number] for number in stages]
     ends = [number for number, stage in stages.items() if stage.is_first or stage.is_last]
     if shape.tied and len(ends) == 2:
@@ -113,13 +121,19 @@ def shard_model(
     for group in groups:
         members = [stages[number] for number in group]
         module = members[0] if len(members) == 1 else join(members)
-        model = _shard(config, shape, mesh, module, shares_ends=len(members) == 2)
+        model = _shard(config, shape, mesh, module, shares_ends=len(members) == 2, drawn=drawn)
         parallel.update(dict.fromkeys(group, model))
     return Chunks(stages, {number: parallel[number] for number in stages})
 
 
 def _shard(
-    config: RunConfig, shape: ModelShape, mesh: Mesh, module: nn.Module, *, shares_ends: bool
+    config: RunConfig,
+    shape: ModelShape,
+    mesh: Mesh,
+    module: nn.Module,
+    *,
+    shares_ends: bool,
+    drawn: bool,
 ) -> DataParallel:
     placements = placements_of(module)
     if shape.tied and not shares_ends and mesh.size("pp") > 1 and EMBEDDING in placements:
@@ -147,9 +161,15 @@ def _shard(
             broadcast_weights=False,
         ),
         placements,
-        hooks=parallel.zero == 3 and not gathers_stages(config),
-        initialize=initializer(placements, shape, config.seed),
+        hooks=config.parallel.zero == 3 and not gathers_stages(config),
+        initialize=initializer(placements, shape, config.seed) if drawn else _zero,
     )
+
+
+@torch.no_grad()
+def _zero(path: str, module: nn.Module) -> None:
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        tensor.zero_()
 
 
 def gathers_stages(config: RunConfig) -> bool:

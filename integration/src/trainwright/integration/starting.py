@@ -13,8 +13,6 @@ from trainwright.collectives import Communicator, SingleCommunicator
 from trainwright.integration import launch
 from trainwright.integration.errors import ConfigError
 
-TRANSPORTS = ("auto", "gloo", "shm", "threads")
-
 Work = Callable[[Communicator], None]
 
 
@@ -31,7 +29,7 @@ def run_on_ranks(
 
     Args:
         size: number of ranks.
-        transport: one of `TRANSPORTS`.
+        transport: one of `settling.TRANSPORTS`.
         work: what a rank does.
         elsewhere: a public function of a module that does the same in a process that was started
             for it, with `work_in_process`.
@@ -61,12 +59,16 @@ def run_on_ranks(
     return launch.start_workers(size, elsewhere, [transport, *arguments])
 
 
-@record
 def work_in_process(work: Work, transport: str) -> int:
     """Do the work of one rank in a process that `run_on_ranks` has started."""
+    _recorded(work, transport)
+    return 0
+
+
+@record
+def _recorded(work: Work, transport: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     launch.end_with_launcher()
     place = launch.place_in_environment(os.environ)
     assert place is not None, "it was started as a rank"
     launch.run_as_worker(place, work, transport)
-    return 0

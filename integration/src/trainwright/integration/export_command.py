@@ -1,0 +1,114 @@
+"""The command ``trainwright export``: a run's model as a folder of Hugging Face's libraries."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from trainwright.collectives import Communicator
+from trainwright.integration import hugging_face
+from trainwright.integration.config import RunConfig
+from trainwright.integration.errors import ConfigError
+from trainwright.integration.loading import assemble_model
+from trainwright.integration.looking import add_place, settings_for
+from trainwright.integration.places import open_place
+from trainwright.integration.starting import run_on_ranks, work_in_process
+
+WRITTEN = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+"""Dtypes that weights may be written in."""
+
+
+@attrs.frozen
+class Request:
+    """What is asked for, as plain data that travels to other processes.
+
+    Args:
+        place: folder of the model.
+        out: the new folder.
+        leaves: of the settings.
+        dtype: of the weights that are written; None for that of the master weights.
+        step: of the checkpoint; None for the newest.
+        max_file_bytes: bytes of tensors a file.
+    """
+
+    place: str
+    out: str
+    leaves: dict[str, Any]
+    dtype: str | None = None
+    step: int | None = None
+    max_file_bytes: int = 5_000_000_000
+
+    def run(self, world: Communicator) -> None:
+        """Write this rank's part; the first one says what was written."""
+        place = open_place(Path(self.place))
+        shape = place.shape()
+        parts = assemble_model(RunConfig.from_mapping(self.leaves), world, shape)
+        loaded = place.load(parts, self.step)
+        written = hugging_face.export(
+            parts.model,
+            shape,
+            parts.mesh,
+            self.out,
+            dtype=None if self.dtype is None else WRITTEN[self.dtype],
+            max_file_bytes=self.max_file_bytes,
+            tokenizer=self.place,
+        )
+        if world.rank == 0:
+            sys.stdout.write(
+                f"{self.out}: {loaded}, {len(written.weight_map)} tensors in "
+                f"{len(set(written.weight_map.values()))} files\n"
+            )
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the tool's parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "export",
+        help="write a model as a folder that Hugging Face's transformers opens",
+        description="Write config.json, safetensors and the tokenizer of a run's model.",
+        allow_abbrev=False,
+    )
+    add_place(parser, computes=False)
+    parser.add_argument("out", metavar="OUT", help="the new folder")
+    parser.add_argument(
+        "--save-dtype", choices=WRITTEN, help="of the weights (default: that of the run's masters)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Export on as many ranks as the layout has.
+
+    Raises:
+        ConfigError: there is no model, it is of no family that is known, or the folder is there.
+    """
+    if Path(options.out).exists():
+        raise ConfigError(f"{options.out} is there already; give the name of a new folder")
+    place = open_place(Path(options.model))
+    config = settings_for(place, options)
+    request = Request(
+        place=str(place.path),
+        out=options.out,
+        leaves=config.leaves(),
+        dtype=options.save_dtype,
+        step=options.step,
+    )
+    size = config.parallel.mesh.world_size
+    return run_on_ranks(size, options.comm, request.run, work, [json.dumps(attrs.asdict(request))])
+
+
+def work(arguments: Sequence[str]) -> int:
+    """Do the part of one rank in a process that `run` has started."""
+    transport, text = arguments
+    return work_in_process(Request(**json.loads(text)).run, transport)

@@ -1,0 +1,186 @@
+"""The commands that look at a model: evaluate, generate and export, on runs and folders."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from trainwright.integration.cli import main
+
+LICENSE = Path(__file__).parents[2] / "LICENSE"
+LAYOUTS = [
+    ["--comm", "threads", "--layout", "tp=2,pp=2"],
+    pytest.param(["--comm", "threads", "--layout", "dp=3", "--zero", "3"], marks=pytest.mark.long),
+]
+SETTINGS = ["--sequence-length", "32", "--global-batch", "4", "--sample-bytes", "0"]
+SETTINGS += ["--dtype", "float64", "--threads-as-ranks", "--tokenizer", "bpe:300"]
+
+
+@pytest.fixture(scope="module")
+def summary(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what a short run with a tokenizer of its own says at its end."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    arguments = ["--data", str(LICENSE), "--steps", "2", "--out", str(folder), *SETTINGS]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(["train", "--layout", "dp=1", "--json", *arguments]) == 0
+    found: dict[str, Any] = json.loads(printed.getvalue())
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(summary: dict[str, Any]) -> Path:
+    """Return the folder of the run."""
+    return Path(summary["out"])
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Path) -> Path:
+    """Return the folder that the run was exported to, by two ranks."""
+    folder = trained.with_name("exported")
+    assert main(["export", str(trained), str(folder), "--layout", "tp=2", "--comm", "threads"]) == 0
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert main([*arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["model", "data"])
+def test_a_model_is_measured_and_continues_a_text_alike_in_any_layout(
+    summary: dict[str, Any], layout: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = summary["out"]
+    asked = ["--prompt", "Licensor — é", "--tokens", "9", "--temperature", "1.0", "--seed", "5"]
+
+    found = json.loads(said(capsys, "evaluate", run, *layout, "--json"))
+    alone = said(capsys, "generate", run, *asked)
+
+    assert math.isclose(found["loss"], summary["held_out_loss"], rel_tol=1e-9)
+    assert math.isclose(found["bits_a_byte"], summary["held_out_bits"], rel_tol=1e-9)
+    assert found["perplexity"] == math.exp(found["loss"])
+    assert found["tokens"] == 32 * found["sequences"]
+    assert found["model"].startswith("step 2 of ")
+    assert said(capsys, "generate", run, *asked, *layout) == alone
+    assert alone.startswith("Licensor — é")
+    assert alone.endswith("\n")
+
+
+def test_all_of_a_file_is_evaluated_by_its_bytes(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = LICENSE.read_text()[:900]
+    (tmp_path / "text.txt").write_text(text)
+    tokenizer = Tokenizer.from_file(str(trained / "tokenizer.json"))
+    number = (len(tokenizer.encode(text).ids) + 1 - 1) // 32
+
+    arguments = ["--data", str(tmp_path / "text.txt"), "--layout", "dp=2", "--comm", "threads"]
+    found = json.loads(said(capsys, "evaluate", str(trained), *arguments, "--json"))
+
+    assert (found["sequences"], found["tokens"]) == (number, number * 32)
+    tokens = tokenizer.encode(text).ids[1 : number * 32 + 1]
+    size = len(tokenizer.decode(tokens).encode())
+    expected = found["loss"] * len(tokens) / math.log(2) / size
+    assert math.isclose(found["bits_a_byte"], expected, rel_tol=1e-12)
+    shown = said(capsys, "evaluate", str(trained), *arguments, "--sequences", "2")
+    assert "64 tokens in 2 sequences" in shown
+
+
+def test_an_exported_model_is_that_of_transformers_and_says_the_same(
+    trained: Path, exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["the Work", ""]
+    asked = ["--tokens", "6", "--temperature", "0", "--no-stop", "--json"]
+    asked += [word for prompt in prompts for word in ("--prompt", prompt)]
+    run, folder = (
+        [json.loads(line) for line in said(capsys, "generate", str(place), *asked).splitlines()]
+        for place in (trained, exported)
+    )
+
+    assert run == folder
+    model: Any = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float64)
+    tokenizer = Tokenizer.from_file(str(exported / "tokenizer.json"))
+    end = tokenizer.token_to_id("<|endoftext|>")
+    for prompt, found in zip(prompts, run, strict=True):
+        tokens = tokenizer.encode(prompt).ids or [end]
+        for token in found["tokens"]:
+            logits = model(torch.tensor([tokens])).logits[0, -1]
+            logits[end] = -math.inf
+            assert int(logits.argmax()) == token
+            tokens.append(token)
+        assert found["text"] == tokenizer.decode(found["tokens"], skip_special_tokens=False)
+
+
+def test_a_text_ends_where_the_model_says_so(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["--prompt", "Work", "--tokens", "9", "--temperature", "0", "--json"]
+    told = json.loads(said(capsys, "generate", str(trained), *asked))
+    third = told["tokens"][2]
+    first = told["tokens"].index(third)
+    monkeypatch.setattr("trainwright.integration.places._end_of", lambda _: frozenset({third}))
+
+    ended = json.loads(said(capsys, "generate", str(trained), *asked))
+
+    assert ended["tokens"] == told["tokens"][: first + 1]
+    assert told["text"].startswith(ended["text"])
+    on = json.loads(said(capsys, "generate", str(trained), *asked, "--no-stop"))
+    assert len(on["tokens"]) == 9
+    assert third not in on["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "{}/nowhere", "--prompt", "a"], "holds no model"),
+        (["generate", "{}/run", "--prompt", "a", "--tokens", "0"], "--tokens must be at least 1"),
+        (["generate", "{}/run", "--prompt", "a", "--top-p", "2"], "--top-p"),
+        (["generate", "{}/run", "--prompt", "a", "--window", "0"], "cannot see 0 tokens"),
+        (["generate", "{}/run", "--prompt", "a", "--layout", "pp=9"], "pp up to 4 works"),
+        (["evaluate", "{}/run", "--sequences", "0"], "--sequences"),
+        (["evaluate", "{}/run", "--data", "{}/nothing.txt"], "does not exist"),
+        (["evaluate", "{}/run", "--sequence-length", "100000"], "sequence length"),
+        (["evaluate", "{}/exported"], "give --data"),
+        (["evaluate", "{}/exported", "--data", "{}/run", "--step", "2"], "has no steps"),
+        (["evaluate", "{}/run", "--step", "1"], "no complete checkpoint"),
+        (["export", "{}/run", "{}/exported"], "is there already"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_refused_in_words(
+    trained: Path,
+    exported: Path,
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = main([word.replace("{}", str(trained.parent)) for word in arguments])
+
+    assert code in (1, 2)
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_processes_continue_a_text_as_one_does(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["generate", str(trained), "--prompt", "Licensor é", "--tokens", "12"]
+    command = [sys.executable, "-m", "trainwright.integration", *asked, "--layout", "tp=2"]
+
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout == said(capsys, *asked)
