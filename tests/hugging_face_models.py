@@ -39,6 +39,14 @@ DEEPSEEK = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
 QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -76,6 +84,25 @@ CONFIGS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("Qwen3MoeConfig", {**SIZES, **QWEN_EXPERTS, "norm_topk_prob": True}),
     "dots1": ("Dots1Config", {**SIZES, **DEEPSEEK}),
+    "deepseek": ("DeepseekV3Config", {**SIZES, **DEEPSEEK, **LATENT}),
+    "deepseek-yarn": (
+        "DeepseekV3Config",
+        {
+            **SIZES,
+            **DEEPSEEK,
+            **LATENT,
+            "q_lora_rank": None,
+            "v_head_dim": 16,
+            "attention_bias": True,
+            **_rope(
+                "yarn",
+                factor=2.0,
+                original_max_position_embeddings=32,
+                mscale=1.0,
+                mscale_all_dim=0.7,
+            ),
+        },
+    ),
 }
 """One or more of each family, with the options that change what is computed."""
 

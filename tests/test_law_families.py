@@ -11,7 +11,7 @@ import torch
 
 from tests.layouts import steps_in_layout
 from tests.serial import GROUPED, SPARSE, Outcome, SerialRun, Snapshot, settings
-from trainwright.integration.model import ExpertShape, ModelShape
+from trainwright.integration.model import ExpertShape, LatentShape, ModelShape
 from trainwright.integration.model.rotary import Llama3Scaling
 from trainwright.sharding.expert import Routing
 
@@ -49,7 +49,15 @@ DEEPSEEK = attrs.evolve(
     ),
     dense_layers=(0,),
 )
+LATENT = attrs.evolve(
+    DEEPSEEK,
+    kv_heads=8,
+    latent=LatentShape(keys=12, plain=6, turned=4, values=8, queries=20),
+    qkv_bias=True,
+    output_bias=True,
+)
 SHAPES = {
+    "latent": LATENT,
     "gpt2": GPT2,
     "qwen3": QWEN3,
     "qwen2": QWEN2,
@@ -62,7 +70,7 @@ SAMPLE: list[tuple[str, str, dict[str, object]]] = [
     ("qwen3", "dp=2,tp=3", {"zero": 1, "recompute": "full"}),
     ("qwen2", "tp=3,cp=2", {"zero": 2, "sequence_parallel": True}),
     ("qwen-moe", "dp=2,tp=2,ep=2", {"zero": 2, "sequence_parallel": True}),
-    ("deepseek", "dp=2,pp=2,ep=2", {"microbatches": 2, "zero": 3, "recompute": "full"}),
+    ("latent", "tp=2,pp=2,ep=2,etp=1", {"microbatches": 2, "zero": 3, "sequence_parallel": True}),
 ]
 DENSE: list[tuple[str, dict[str, object]]] = [
     ("tp=2", {"zero": 0}),

@@ -21,6 +21,8 @@ _REFUSED = {
     "quantization_config": "quantised weights are not read; save the model without them first",
     "is_encoder_decoder": "only decoders are",
 }
+TRAINING = ("z_loss", "embedding_gradient")
+"""What a shape says of training alone."""
 _MAX_BYTES = 1 << 24
 
 
@@ -139,12 +141,14 @@ def _said_by(shape: ModelShape, kind: str, family: Family) -> dict[str, Any] | s
     differ = [
         field.name
         for field in attrs.fields(ModelShape)
-        if field.name != "max_positions" and _value(shape, field.name) != _value(again, field.name)
+        if field.name not in TRAINING and _value(shape, field.name) != _value(again, field.name)
     ]
     return written if not differ else f"other {', '.join(differ)}"
 
 
 def _value(shape: ModelShape, name: str) -> Any:
+    if name == "max_positions" and shape.positions == "rotary":
+        return None
     if name == "head_features":
         return shape.head_width
     if name == "mlp_width" and shape.experts is not None and not shape.dense_layers:

@@ -28,10 +28,12 @@ from trainwright.integration.hugging_face.names import (
     Naming,
 )
 from trainwright.integration.hugging_face.sparse_families import (
+    read_deepseek_v3,
     read_dots1,
     read_mixtral,
     read_qwen2_moe,
     read_qwen3_moe,
+    write_deepseek_v3,
     write_dots1,
     write_mixtral,
     write_qwen_moe,
@@ -67,6 +69,9 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": Family("MixtralForCausalLM", MIXTRAL_NAMES, read_mixtral, write_mixtral, True),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", QWEN_NAMES, read_qwen2_moe, write_qwen_moe, True),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", QWEN_NAMES, read_qwen3_moe, write_qwen_moe, True),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM", DEEPSEEK_NAMES, read_deepseek_v3, write_deepseek_v3, True
+    ),
     "dots1": Family("Dots1ForCausalLM", DEEPSEEK_NAMES, read_dots1, write_dots1, True),
 }
 """By ``model_type``."""

@@ -16,7 +16,8 @@ from trainwright.integration.hugging_face.dense_families import (
     write_qwen,
 )
 from trainwright.integration.hugging_face.keys import Keys
-from trainwright.integration.model import ExpertShape, ModelShape
+from trainwright.integration.model import ExpertShape, LatentShape, ModelShape
+from trainwright.integration.model.rotary import YarnScaling, yarn_magnitude
 from trainwright.sharding.expert import Routing
 
 
@@ -111,14 +112,14 @@ def with_deepseek_experts(keys: Keys, dense: ModelShape, *, normalize: bool) -> 
         keys.number("num_experts_per_tok"),
         score="sigmoid",
         normalize=keys.flag("norm_topk_prob", normalize),
-        scale=keys.real("routed_scaling_factor", 1.0),
-        groups=keys.number("n_group", 1),
-        top_groups=keys.number("topk_group", 1),
+        scale=keys.real("routed_scaling_factor"),
+        groups=keys.number("n_group"),
+        top_groups=keys.number("topk_group"),
         biased=True,
     )
-    width, shared = keys.number("moe_intermediate_size"), keys.number("n_shared_experts", 0)
+    width, shared = keys.number("moe_intermediate_size"), keys.number("n_shared_experts")
     experts = ExpertShape(routing, width, shared * width or None)
-    first = range(min(keys.number("first_k_dense_replace", 0), dense.layers))
+    first = range(min(keys.number("first_k_dense_replace"), dense.layers))
     if len(first) == dense.layers:
         return dense
     return attrs.evolve(dense, experts=experts, dense_layers=first)
@@ -154,3 +155,58 @@ def write_dots1(shape: ModelShape) -> dict[str, Any]:
         }
     bias = {"attention_bias": shape.qkv_bias}
     return {**write_dense(shape), **write_deepseek_experts(shape), **window, **bias}
+
+
+def read_deepseek_v3(keys: Keys) -> ModelShape:
+    """Return the shape of a DeepSeek-V3: latent attention and many experts."""
+    biased = keys.flag("attention_bias", False)
+    turned, plain = keys.number("qk_rope_head_dim"), keys.number("qk_nope_head_dim")
+    keys.only("qk_head_dim", plain + turned)
+    keys.only("head_dim", turned)
+    rope = {**keys.mapping("rope_scaling"), **keys.mapping("rope_parameters")}
+    latent = LatentShape(
+        keys=keys.number("kv_lora_rank"),
+        plain=plain,
+        turned=turned,
+        values=keys.number("v_head_dim"),
+        queries=keys.optional("q_lora_rank", 1536),
+        interleaved=keys.flag("rope_interleave", True),
+        score_weight=float(rope.get("mscale_all_dim") or 0.0),
+    )
+    dense = read_dense(
+        keys,
+        head_features=turned,
+        qkv_bias=biased,
+        output_bias=biased,
+        latent=latent,
+    )
+    return with_deepseek_experts(keys, _sharpened(dense, latent), normalize=True)
+
+
+def write_deepseek_v3(shape: ModelShape) -> dict[str, Any]:
+    """Return the keys of a DeepSeek-V3."""
+    latent = shape.latent
+    if latent is None or shape.experts is None:
+        return {}  # which is read as another one
+    written = {**write_dense(shape), **write_deepseek_experts(shape)}
+    if latent.score_weight:
+        written["rope_parameters"]["mscale_all_dim"] = latent.score_weight
+    return {
+        **written,
+        "kv_lora_rank": latent.keys,
+        "q_lora_rank": latent.queries,
+        "qk_nope_head_dim": latent.plain,
+        "qk_rope_head_dim": latent.turned,
+        "v_head_dim": latent.values,
+        "head_dim": latent.turned,
+        "rope_interleave": latent.interleaved,
+        "attention_bias": shape.qkv_bias,
+    }
+
+
+def _sharpened(dense: ModelShape, latent: LatentShape) -> ModelShape:
+    """Return a shape whose scores are as sharp as its stretched positions want them."""
+    if isinstance(dense.rope_scaling, YarnScaling) and latent.score_weight:
+        factor = yarn_magnitude(dense.rope_scaling.factor, latent.score_weight) ** 2
+        latent = attrs.evolve(latent, score_factor=factor)
+    return attrs.evolve(dense, latent=latent)

@@ -6,7 +6,13 @@ from trainwright.integration.model.initialize import initialize_, initializer
 from trainwright.integration.model.layers import Layers, PlainLayers
 from trainwright.integration.model.packing import Packed, Places, attend_causally
 from trainwright.integration.model.parallel_layers import TensorParallelLayers
-from trainwright.integration.model.shape import PRESETS, ExpertShape, ModelShape, preset
+from trainwright.integration.model.shape import (
+    PRESETS,
+    ExpertShape,
+    LatentShape,
+    ModelShape,
+    preset,
+)
 
 __all__ = [
     "PRESETS",
@@ -15,6 +21,7 @@ __all__ = [
     "DenseBlock",
     "ExpertBlock",
     "ExpertShape",
+    "LatentShape",
     "Layers",
     "ModelShape",
     "Packed",

@@ -9,6 +9,7 @@ from torch import nn
 
 from trainwright.integration.model.attention import Attention
 from trainwright.integration.model.feed_forward import feed_forward
+from trainwright.integration.model.latent_attention import LatentAttention
 from trainwright.integration.model.layers import Layers, PlainLayers
 from trainwright.integration.model.norms import RMSNorm, at_least_float32
 from trainwright.integration.model.packing import Packed, Places, attend_causally
@@ -20,6 +21,7 @@ __all__ = [
     "Block",
     "DenseBlock",
     "ExpertBlock",
+    "LatentAttention",
     "Layers",
     "Packed",
     "Places",
@@ -27,6 +29,7 @@ __all__ = [
     "RMSNorm",
     "at_least_float32",
     "attend_causally",
+    "attention",
     "build_block",
     "rotary_angles",
     "stream_norm",
@@ -42,7 +45,7 @@ class Block(nn.Module):
     def __init__(self, shape: ModelShape, layers: Layers) -> None:
         super().__init__()
         self.input_layernorm = stream_norm(shape, layers)
-        self.self_attn = Attention(shape, layers)
+        self.self_attn = attention(shape, layers)
         self.post_attention_layernorm = stream_norm(shape, layers)
         self.mlp = feed_forward(shape, layers)
 
@@ -59,7 +62,7 @@ class DenseBlock(nn.Module):
     def __init__(self, shape: ModelShape, layers: Layers) -> None:
         super().__init__()
         self.input_layernorm = stream_norm(shape, layers)
-        self.self_attn = Attention(shape, layers)
+        self.self_attn = attention(shape, layers)
         self.post_attention_layernorm = stream_norm(shape, layers)
         self.mlp = feed_forward(shape, layers)
 
@@ -77,7 +80,7 @@ class ExpertBlock(nn.Module):
         super().__init__()
         self.sizes = experts
         self.input_layernorm = stream_norm(shape, layers)
-        self.self_attn = Attention(shape, layers)
+        self.self_attn = attention(shape, layers)
         self.post_attention_layernorm = stream_norm(shape, layers)
         self.mlp = layers.experts(shape.width, experts)
 
@@ -98,6 +101,13 @@ def build_block(shape: ModelShape, layers: Layers, number: int) -> nn.Module:
     if number in shape.dense_layers:
         return DenseBlock(shape, layers)
     return ExpertBlock(shape, shape.experts, layers)
+
+
+def attention(shape: ModelShape, layers: Layers) -> nn.Module:
+    """Return the attention that a shape says."""
+    if shape.latent is not None:
+        return LatentAttention(shape, shape.latent, layers)
+    return Attention(shape, layers)
 
 
 def stream_norm(shape: ModelShape, layers: Layers) -> nn.Module:

@@ -140,7 +140,8 @@ class DecoderStage(nn.Module):
         dtype: torch.dtype,
     ) -> Places:
         shape = self.shape
-        cos, sin = self._angles(where, shape.head_width, shape.rope_base, dtype, shape.rope_scaling)
+        width, base = shape.turned_width, shape.rope_base
+        cos, sin = self._angles(where, width, base, dtype, shape.rope_scaling)
         between_S = self.layers.between(positions_S)
         if documents_BS is None:
             return Places(cos, sin, between_S)

@@ -39,6 +39,23 @@ class Layers(Protocol):
         """
         ...
 
+    def whole(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
+        """Return a product on the residual stream that every rank computes whole."""
+        ...
+
+    def to_heads(self, in_features: int, heads: int, width: int) -> nn.Module:
+        """Return a bias-free product whose outputs are whole heads, shared out over the ranks.
+
+        Its input has passed through ``enter``.
+        """
+        ...
+
+    def from_heads(
+        self, heads: int, width: int, out_features: int, *, bias: bool = False
+    ) -> nn.Module:
+        """Return a product whose inputs are the heads that ``to_heads`` makes."""
+        ...
+
     def attend(
         self,
         q_BHSE: torch.Tensor,
@@ -128,6 +145,20 @@ class PlainLayers:
             self.column(shape.width, rows, bias=shape.qkv_bias),
             self.row(queries, shape.width, bias=shape.output_bias),
         )
+
+    def whole(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
+        """Return an ``nn.Linear``."""
+        return nn.Linear(in_features, out_features, bias=bias)
+
+    def to_heads(self, in_features: int, heads: int, width: int) -> nn.Module:
+        """Return an ``nn.Linear``."""
+        return nn.Linear(in_features, heads * width, bias=False)
+
+    def from_heads(
+        self, heads: int, width: int, out_features: int, *, bias: bool = False
+    ) -> nn.Module:
+        """Return an ``nn.Linear``."""
+        return nn.Linear(heads * width, out_features, bias=bias)
 
     def attend(
         self,

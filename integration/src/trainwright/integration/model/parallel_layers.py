@@ -74,6 +74,22 @@ class TensorParallelLayers:
             self._row(queries, shape.width, heads.query_cut(), shape.output_bias),
         )
 
+    def whole(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
+        """Return a product that is whole on every rank; ranks may see a part of its gradient."""
+        return self._on_stream(nn.Linear(in_features, out_features, bias=bias))
+
+    def to_heads(self, in_features: int, heads: int, width: int) -> nn.Module:
+        """Return a column-parallel product of whole heads."""
+        cut = HeadLayout(heads, heads, width, self.tp.size).query_cut()
+        return self._column(in_features, heads * width, cut, False)
+
+    def from_heads(
+        self, heads: int, width: int, out_features: int, *, bias: bool = False
+    ) -> nn.Module:
+        """Return a row-parallel product over whole heads."""
+        cut = HeadLayout(heads, heads, width, self.tp.size).query_cut()
+        return self._row(heads * width, out_features, cut, bias)
+
     def attend(
         self,
         q_BHSE: torch.Tensor,

@@ -62,6 +62,65 @@ class ExpertShape:
         return 3 * width * features + number * width + self.shared_gate * width
 
 
+@attrs.frozen
+class LatentShape:
+    """The sizes of attention whose keys and values are made of a small shared vector.
+
+    Args:
+        keys: features of that vector.
+        plain: features of a query or key that are not turned by its position.
+        turned: features that are.
+        values: features of a value.
+        queries: features of the vector that queries are made of; None: of the stream itself.
+        interleaved: whether neighbours are turned together, not one half with the other.
+        norm_epsilon: added to the mean square in the norms of these vectors.
+        score_weight: how much stretched rotary positions sharpen the scores: the weight in
+            `yarn_magnitude`, whose square multiplies them; 0: not at all.
+        score_factor: that square.
+
+    Raises:
+        ConfigError: A size is not positive, or ``turned`` odd.
+    """
+
+    keys: int
+    plain: int
+    turned: int
+    values: int
+    queries: int | None = None
+    interleaved: bool = True
+    norm_epsilon: float = 1e-6
+    score_weight: float = 0.0
+    score_factor: float = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("keys", "plain", "turned", "values", "queries"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"latent attention: {name} must be positive, got {value}")
+        if self.turned % 2:
+            raise ConfigError(f"latent attention: turned must be even, got {self.turned}")
+
+    @property
+    def key_width(self) -> int:
+        """Features of a query or key."""
+        return self.plain + self.turned
+
+    @property
+    def kernel_width(self) -> int:
+        """Features that a fused kernel is given of queries, keys and values alike."""
+        return max(self.key_width, self.values)
+
+    def num_parameters(self, width: int, heads: int, bias: bool) -> int:
+        """Return the number of weights, but for the output's bias."""
+        asking = width if self.queries is None else self.queries
+        weights = asking * heads * self.key_width
+        if self.queries is not None:
+            weights += (width + 1 + bias) * self.queries
+        weights += width * (self.keys + self.turned) + bias * (self.keys + self.turned)
+        weights += self.keys + self.keys * heads * (self.plain + self.values)
+        return weights + heads * self.values * width
+
+
 def _to_numbers(numbers: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(numbers)))
 
@@ -96,6 +155,7 @@ class ModelShape:
         window: how many positions up to its own one sees; None: all. Sequences up to the window
             are computed, longer ones refused.
         dense_layers: numbers of the blocks without experts, where the others have some.
+        latent: sizes of latent attention; None: keys and values are made of the stream itself.
         z_loss: in training each token's loss has this times the square of the log of the softmax's
             normaliser; None: nothing.
         embedding_gradient: share of the gradient of the embedding's output that flows back into
@@ -128,6 +188,7 @@ class ModelShape:
     qk_norm: bool = False
     window: int | None = None
     dense_layers: tuple[int, ...] = attrs.field(default=(), converter=_to_numbers)
+    latent: LatentShape | None = None
     z_loss: float | None = None
     embedding_gradient: float | None = None
 
@@ -140,6 +201,13 @@ class ModelShape:
         self._check_parts()
 
     def _check_heads(self) -> None:
+        if self.latent is not None:
+            if self.kv_heads != self.heads or self.qk_norm or self.positions != "rotary":
+                raise ConfigError(
+                    f"model latent attention has rotary positions, as many kv_heads as heads="
+                    f"{self.heads}, and no qk_norm"
+                )
+            return
         if self.head_features is None and self.width % self.heads:
             raise ConfigError(
                 f"model width={self.width} must be an even number of features for each of "
@@ -183,6 +251,11 @@ class ModelShape:
         return self.head_features or self.width // self.heads
 
     @property
+    def turned_width(self) -> int:
+        """Features of a query or key that its position turns."""
+        return self.head_width if self.latent is None else self.latent.turned
+
+    @property
     def num_parameters(self) -> int:
         """Number of weights; embedding and output head are one where they are tied."""
         norm = self.width * (1 if self.norm == "rms" else 2)
@@ -197,6 +270,9 @@ class ModelShape:
 
     @property
     def _attention(self) -> int:
+        if self.latent is not None:
+            made = self.latent.num_parameters(self.width, self.heads, self.qkv_bias)
+            return made + self.output_bias * self.width
         queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
         weights = 2 * self.width * (queries + keys)
         weights += self.qkv_bias * (queries + 2 * keys) + self.output_bias * self.width
@@ -228,5 +304,7 @@ def preset(name: str) -> ModelShape:
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"unknown model {name!r}; known: {', '.join(PRESETS)}{hint}")
+        raise ConfigError(
+            f"unknown model {name!r}: no folder, and none of {', '.join(PRESETS)}{hint}"
+        )
     return PRESETS[name]

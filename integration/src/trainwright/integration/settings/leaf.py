@@ -73,7 +73,9 @@ class Kind:
         return isinstance(value, (int, float) if self.base is float else self.base)
 
 
-def leaf(default: Any, text: str, *checks: Check) -> Any:
+def leaf(
+    default: Any, text: str, *checks: Check, converter: Callable[[Any], Any] | None = None
+) -> Any:
     """Return the attrs field of a setting.
 
     Its annotation says its kind: str, int, float or bool, a tuple of them, or one of these or None.
@@ -82,9 +84,12 @@ def leaf(default: Any, text: str, *checks: Check) -> Any:
         default: what it is where nobody says otherwise.
         text: what ``--help`` says of it.
         checks: of values that are not None.
+        converter: what makes the value of the one given, before it is checked; None: nothing.
     """
     validators = [_check_kind, *(attrs.validators.optional(check) for check in checks)]
-    return attrs.field(default=default, validator=validators, metadata={HELP: text})
+    return attrs.field(
+        default=default, validator=validators, converter=converter, metadata={HELP: text}
+    )
 
 
 @functools.cache

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.hugging_face.config import read_shape
 from trainwright.integration.model import PRESETS, ModelShape, preset
 from trainwright.integration.settings.leaf import leaf
 from trainwright.integration.values import positive, share
+
+
+def _to_name(model: Any) -> Any:
+    """Return a folder's whole path, by which it is found from anywhere, and else the name."""
+    is_folder = isinstance(model, str) and model not in PRESETS and Path(model).is_dir()
+    return str(Path(model).resolve()) if is_folder else model
 
 
 @attrs.frozen
@@ -17,7 +25,9 @@ class ModelSettings:
     """The model.
 
     Args:
-        model: name of a model preset.
+        model: name of a model preset, or a folder of Hugging Face's libraries, whose config.json
+            says the model and whose safetensors are the weights that the run begins with.
+        from_scratch: whether the run begins with random weights though the folder has some.
         qk_norm: whether queries and keys are normalised head by head, as in Qwen3.
         z_loss: what the square of the log of the softmax's normaliser counts in a token's loss, in
             training; 1e-4 in PaLM.
@@ -27,10 +37,13 @@ class ModelSettings:
             balance; 0.001 in DeepSeek-V3. None: there are no biases.
 
     Raises:
-        ConfigError: the model has no experts to balance.
+        ConfigError: the model has no experts to balance, or a preset would begin otherwise.
     """
 
-    model: str = leaf("tiny", f"one of {', '.join(PRESETS)}")
+    model: str = leaf(
+        "tiny", f"one of {', '.join(PRESETS)}, or a Hugging Face folder", converter=_to_name
+    )
+    from_scratch: bool = leaf(False, "begin with random weights, not with those of the folder")
     qk_norm: bool = leaf(False, "normalise queries and keys head by head")
     z_loss: float | None = leaf(None, "factor of the squared log-normaliser in the loss", positive)
     embedding_gradient: float | None = leaf(
@@ -40,9 +53,23 @@ class ModelSettings:
         None, "what biases of experts move by after each update, towards balance", positive
     )
 
+    def __attrs_post_init__(self) -> None:
+        if self.from_scratch and self.model in PRESETS:
+            raise ConfigError(
+                f"--from-scratch has no effect with --model {self.model}: presets have no weights"
+            )
+
+    @property
+    def weights(self) -> Path | None:
+        """The folder with the weights that a run begins with; None: they are drawn."""
+        is_named = self.model in PRESETS or self.from_scratch
+        return None if is_named else Path(self.model)
+
     @property
     def shape(self) -> ModelShape:
         """The sizes of the model."""
+        if Path(self.model).is_dir() and self.model not in PRESETS:
+            return self.applied(read_shape(self.model))
         return self.applied(preset(self.model))
 
     def applied(self, shape: ModelShape) -> ModelShape:
