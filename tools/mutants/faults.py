@@ -113,8 +113,8 @@ FAULTS_OF_THE_WHOLE = (
     Fault(
         "initial weights depend on the pipeline rank",
         f"{INTEGRATION}/sharded.py",
-        "initialize=initializer(placements, shape, config.seed),",
-        'initialize=initializer(placements, shape, config.seed + mesh.coordinate("pp")),',
+        "initialize=initializer(placements, shape, config.seed) if drawn",
+        'initialize=initializer(placements, shape, config.seed + mesh.coordinate("pp")) if drawn',
         TRAJECTORY,
     ),
     Fault(

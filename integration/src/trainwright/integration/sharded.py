@@ -161,7 +161,7 @@ def _shard(
             broadcast_weights=False,
         ),
         placements,
-        hooks=config.parallel.zero == 3 and not gathers_stages(config),
+        hooks=parallel.zero == 3 and not gathers_stages(config),
         initialize=initializer(placements, shape, config.seed) if drawn else _zero,
     )
 
