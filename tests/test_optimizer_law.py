@@ -144,6 +144,18 @@ def test_an_optimizer_of_torch_that_has_no_name_here_is_given_from_python(
     assert_same_updates(found, lambda named: [factory(by_dims(named, decay))])
 
 
+def test_clipping_is_of_gradients_as_they_are_and_leaves_the_size_of_muons_update() -> None:
+    moved = {}
+    for clip in (1.0, 0.01):
+        first, step = updates_in_layout(settings(optimizer="muon", clip=clip, steps=1))
+        squares = [gradient.square().sum() for gradient in step.gradients.values()]
+        assert float(torch.stack(squares).sum().sqrt()) <= clip * (1 + 1e-9)
+        name = "model.layers.0.mlp.up_proj.weight"
+        moved[clip] = float((step.weights[name] - first.weights[name]).norm())
+
+    assert moved[0.01] == pytest.approx(moved[1.0], rel=1e-2)
+
+
 @pytest.mark.parametrize(
     ("factory", "words"),
     [

@@ -22,7 +22,12 @@ from trainwright.integration.live_state import LiveState
 from trainwright.integration.optimizers import OPTIMIZERS
 from trainwright.integration.parts import Parts, Progress, assemble
 from trainwright.integration.recipe import train
-from trainwright.integration.training_state import restore_state, save_state
+from trainwright.integration.training_state import (
+    KIND,
+    restore_state,
+    save_state,
+    state_tree,
+)
 from trainwright.stability_guards import MemorySnapshots
 
 ROOT = Path("/run/checkpoints")
@@ -270,6 +275,26 @@ def test_a_step_that_overflows_leaves_the_optimizer_as_it_was(name: str) -> None
         assert (progress.updates, progress.skipped) == (3, 1)
         for each in optimizers.held(parts.optimizer).values():
             assert float(each.values.get("step", 3)) == 3
+
+    LocalWorld(2, timeout_s=60.0).run(work)
+
+
+def test_a_checkpoint_from_before_there_was_a_choice_goes_on_with_adamw_only() -> None:
+    files = CrashingFiles()
+
+    def work(world: Communicator) -> None:
+        first = make(world, settings(layout="dp=2", zero=1))
+        progress = first.start()
+        before = go_on(first, progress, 2)
+        tree = state_tree(first, progress)
+        del tree[KIND]
+        store_of(first, files).save(2, tree)
+        second = make(world, settings(layout="dp=2", zero=1))
+        assert restore_state(store_of(second, files), second) is not None
+        assert_equal(kept(second), before)
+        other = make(world, settings(layout="dp=2", zero=1, optimizer="adam"))
+        with pytest.raises(ConfigError, match="states of AdamW, and this run has Adam,"):
+            restore_state(store_of(other, files), other)
 
     LocalWorld(2, timeout_s=60.0).run(work)
 
