@@ -95,4 +95,5 @@ def finish(arguments: Sequence[str]) -> tuple[str, str]:
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the steps that a run has recorded so far."""
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [row for line in lines if "loss" in (row := json.loads(line))]

@@ -203,8 +203,7 @@ def test_six_n_counts_the_parameters_that_a_token_meets(name: str) -> None:
 def test_a_decoder_is_made_of_the_products_that_are_counted(gated: bool) -> None:
     norm: Norm = "rms" if gated else "layer"
     shape = ModelShape(64, 32, 2, 4, kv_heads=2, mlp_width=48, gated=gated, norm=norm, window=9)
-    with torch.device("meta"):
-        model = build_stage(shape, PlainLayers(), range(2), compose(parse_policy("none")))
+    model = build_stage(shape, PlainLayers(), range(2), compose(parse_policy("none")))
     weights = [each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear)]
     counted = attrs.evolve(MODEL, scores=False)
     assert flops_per_token(Products.of(shape), 8, counted) == 6 * sum(weights)

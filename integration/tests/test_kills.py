@@ -150,7 +150,8 @@ def outcome(folder: Path) -> Outcome:
     plain["guards/state"] = json.loads(plain["guards/state"])
     # Snapshots are in memory: a run that was killed has others than one that was not.
     del plain["guards/state"]["marks"]
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [row for line in lines if "loss" in (row := json.loads(line))]
     return tensors, plain, [[row[k] for k in ("step", "loss", "grad_norm", "lr")] for row in rows]
 
 

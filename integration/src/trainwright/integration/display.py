@@ -58,9 +58,10 @@ class Lines:
             parts.append(intervention(told))
         self._print("  ".join(parts))
 
-    def evaluated(self, step: int, loss: float, seconds: float) -> None:
+    def evaluated(self, step: int, loss: float, seconds: float | None) -> None:
         """Print the loss."""
-        self._print(f"step {step}/{self._steps}  held-out loss {loss:.3f}  {seconds:.1f} s")
+        took = "" if seconds is None else f"  {seconds:.1f} s"
+        self._print(f"step {step}/{self._steps}  held-out loss {loss:.3f}{took}")
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)
@@ -97,7 +98,7 @@ class Bar:
             line = f"step {told.record.step}: {intervention(told)}"
             self._progress.console.print(Text(line))
 
-    def evaluated(self, step: int, loss: float, seconds: float) -> None:
+    def evaluated(self, step: int, loss: float, seconds: float | None) -> None:
         """Show the loss beside the next steps."""
         self._held_out = f"held-out {loss:.3f}"
 

@@ -61,6 +61,7 @@ class RankMeasures:
         row: dict[str, Any] = {
             "step": record.step,
             "world": world.size,
+            "microbatches": record.microbatches,
             "slowest": _slowest(world, compute),
         }
         if self._asked is not None:

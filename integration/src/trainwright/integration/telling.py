@@ -45,8 +45,8 @@ class Watcher(Protocol):
         """A step was made."""
         ...
 
-    def evaluated(self, step: int, loss: float, seconds: float) -> None:
-        """The held-out loss after ``step`` steps was found, which took so long."""
+    def evaluated(self, step: int, loss: float, seconds: float | None) -> None:
+        """The held-out loss after so many steps was found, in so many seconds, if known."""
         ...
 
 
@@ -55,18 +55,19 @@ class Pace:
     """What turns seconds a step into MFU.
 
     Args:
-        flops_per_step: model FLOPs of a step of all ranks.
+        flops_per_microbatch: model FLOPs of a microbatch, of each data rank one.
         peak_flops_per_s: of all devices together; None where it is not known.
     """
 
-    flops_per_step: float
+    flops_per_microbatch: float
     peak_flops_per_s: float | None
 
-    def mfu(self, seconds: float) -> float | None:
-        """Return the share of the peak that a step of so many seconds reaches."""
+    def mfu(self, record: StepRecord) -> float | None:
+        """Return the share of the peak that a step reaches."""
         if self.peak_flops_per_s is None:
             return None
-        return utilization(self.flops_per_step, seconds, self.peak_flops_per_s)
+        flops = self.flops_per_microbatch * record.microbatches
+        return utilization(flops, record.seconds, self.peak_flops_per_s)
 
 
 @attrs.frozen(eq=False)
@@ -90,11 +91,11 @@ class Telling:
         reason = ""
         if record.verdict is not Verdict.CONTINUE and self.journal.entries:
             reason = self.journal.entries[-1].reason
-        told = Told(record, self.pace.mfu(record.seconds), self.memory(), reason)
+        told = Told(record, self.pace.mfu(record), self.memory(), reason)
         for watcher in self.watchers:
             watcher.stepped(told)
 
-    def evaluated(self, step: int, loss: float, seconds: float) -> None:
+    def evaluated(self, step: int, loss: float, seconds: float | None) -> None:
         """Tell of an evaluation."""
         for watcher in self.watchers:
             watcher.evaluated(step, loss, seconds)
@@ -108,7 +109,7 @@ class JsonLines:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a line; NaN and infinity are written as null."""
-        self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -150,16 +151,20 @@ class MetricsFile:
             row["verdict"] = record.verdict.name
         self.lines.write(row)
 
-    def evaluated(self, step: int, loss: float, seconds: float) -> None:
+    def evaluated(self, step: int, loss: float, seconds: float | None) -> None:
         """Write an evaluation's line."""
-        self.lines.write({"step": step, "held_out_loss": loss, "evaluate_s": seconds})
+        row: dict[str, float] = {"step": step, "held_out_loss": loss}
+        if seconds is not None:
+            row["evaluate_s"] = seconds
+        self.lines.write(row)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return plain data without NaN and infinity, which JSON has not: None in their place."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return value

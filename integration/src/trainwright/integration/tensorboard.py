@@ -79,7 +79,7 @@ class TensorBoard:
             text = f"{record.verdict.name}: {told.reason}"
             self.writer.add_text("interventions", text, record.step)
 
-    def evaluated(self, step: int, loss: float, seconds: float) -> None:
+    def evaluated(self, step: int, loss: float, seconds: float | None) -> None:
         """Write the held-out loss."""
         self._write("loss/held_out", loss, step)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -20,12 +22,14 @@ from trainwright.integration.measuring import RankMeasures
 from trainwright.integration.memory_kinds import peak_bytes
 from trainwright.integration.parts import Parts, Progress
 from trainwright.integration.recipe import Observer
-from trainwright.integration.run_folder import ABOUT, MEASURED, TENSORBOARD, RunFolder
+from trainwright.integration.recovering import describe_snapshots
+from trainwright.integration.run_folder import ABOUT, MEASURED, SUMMARY, TENSORBOARD, RunFolder
 from trainwright.integration.telling import (
     JsonLines,
     Pace,
     Telling,
     Watcher,
+    finite,
     metrics_file,
 )
 from trainwright.integration.tensorboard import tensorboard_events
@@ -38,15 +42,23 @@ class Watch:
     Args:
         observers: to be called after each step, those that only look.
         telling: tells the files and the person; None on every rank but the first.
+        folder: of the run.
     """
 
     observers: Sequence[Observer]
     telling: Telling | None
+    folder: RunFolder
 
-    def evaluated(self, step: int, loss: float, seconds: float) -> None:
+    def evaluated(self, step: int, loss: float, seconds: float | None = None) -> None:
         """Tell of an evaluation."""
         if self.telling is not None:
             self.telling.evaluated(step, loss, seconds)
+
+    def ended(self, summary: Mapping[str, Any]) -> None:
+        """Tell of the held-out loss that the run ended with, and keep its summary."""
+        self.evaluated(summary["steps"], summary["held_out_loss"])
+        if self.telling is not None:
+            _write(self.folder.path / SUMMARY, summary)
 
 
 @contextmanager
@@ -70,8 +82,9 @@ def watching(
         telling = None
         write: Callable[[Mapping[str, Any]], None] = _nowhere
         if parts.mesh.world.rank == 0:
+            sys.stderr.write(f"{describe_snapshots(parts, progress)}\n")
             folder.rewind(progress.step)
-            _write_about(folder, about(parts))
+            _write(folder.path / ABOUT, about(parts))
             telling = Telling(
                 _watchers(parts, progress, folder, opened),
                 pace_of(parts),
@@ -82,7 +95,7 @@ def watching(
                 lines = JsonLines(folder.path / MEASURED)
                 opened.callback(lines.close)
                 write = lines.write
-        watch = Watch([], telling)
+        watch = Watch([], telling, folder)
         every = parts.config.evaluation.evaluate_every
         held_out = EvaluateEvery(every, parts.steps, evaluate, watch.evaluated)
         measures = RankMeasures(parts, progress, write)
@@ -107,7 +120,7 @@ def _watchers(
 
 
 def pace_of(parts: Parts) -> Pace:
-    """Return how many FLOPs a step has and the devices could do.
+    """Return how many FLOPs a microbatch has and the devices could do.
 
     All tokens of a batch count, also those that are no target.
     """
@@ -153,8 +166,7 @@ def about(parts: Parts) -> dict[str, Any]:
     }
 
 
-def _write_about(folder: RunFolder, values: dict[str, Any]) -> None:
-    path = folder.path / ABOUT
+def _write(path: Path, values: Mapping[str, Any]) -> None:
     aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(values, indent=2) + "\n")
+    aside.write_text(json.dumps(finite(values), indent=2, allow_nan=False) + "\n")
     aside.replace(path)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import sys
 from pathlib import Path
 
+import attrs
 import torch
 
 from trainwright.checkpointing.state import Retention, StateStore
@@ -15,17 +15,17 @@ from trainwright.collectives import Communicator, ReduceOp
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Data, open_data
 from trainwright.integration.errors import ConfigError, DataError
+from trainwright.integration.evaluation import evaluate
 from trainwright.integration.finishing import Summary, finish
 from trainwright.integration.health import warnings_of
 from trainwright.integration.numerics import may_overflow
-from trainwright.integration.observers import MetricsFile, display
 from trainwright.integration.parts import Parts, assemble
-from trainwright.integration.recipe import Observer, StepRecord, train
-from trainwright.integration.recovering import describe_snapshots
+from trainwright.integration.recipe import StepRecord, train
 from trainwright.integration.replica_check import ReplicaCheck
 from trainwright.integration.run_folder import DATA, JOURNAL, WRITER, RunFolder
 from trainwright.integration.saver import Saver
 from trainwright.integration.training_state import restore_state
+from trainwright.integration.watching import Watch, watching
 from trainwright.stability_guards import HaltError, Verdict, shared_journal
 
 PATIENCE_S = 30.0
@@ -54,9 +54,14 @@ def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summa
         saver = _open(folder, parts, resume)
         # Left before the peers hear of an error: a save under way still needs them.
         held.enter_context(saver.store)
-        last = _train(saver, folder)
+        watch = held.enter_context(
+            watching(parts, saver.progress, folder, lambda: _held_out(parts, data))
+        )
+        last = _train(saver, watch)
         saver.finish()
-        return finish(parts, saver.progress, folder, data, last)
+        summary = finish(parts, saver.progress, folder, data, last)
+        watch.ended(attrs.asdict(summary))
+        return summary
 
 
 def check_same_data(world: Communicator, data: Data) -> None:
@@ -119,24 +124,26 @@ def _open(folder: RunFolder, parts: Parts, resume: bool) -> Saver:
     return Saver(store, parts, progress or parts.start(), saved)
 
 
-def _train(saver: Saver, folder: RunFolder) -> list[StepRecord]:
+def _train(saver: Saver, watch: Watch) -> list[StepRecord]:
     """Make the steps that are left; returns the last one's record, if there is one."""
-    parts, progress = saver.parts, saver.progress
-    first = parts.mesh.world.rank == 0
+    parts = saver.parts
     last: list[StepRecord] = []
-    with contextlib.ExitStack() as opened:
-        observers: list[Observer] = [lambda record: last.__setitem__(slice(None), [record])]
-        if first:
-            sys.stderr.write(f"{describe_snapshots(parts, progress)}\n")
-            folder.rewind(progress.step)
-            observers.append(opened.enter_context(contextlib.closing(MetricsFile(folder.metrics))))
-        show = opened.enter_context(display(first, parts.steps, progress.step))
-        check = ReplicaCheck(parts, parts.guards.replicas_every)
-        train(parts, progress, [*observers, check, *warnings_of(parts), saver, show])
+
+    def keep(record: StepRecord) -> None:
+        last[:] = [record]
+
+    check = ReplicaCheck(parts, parts.guards.replicas_every)
+    train(parts, saver.progress, [keep, *watch.observers, check, *warnings_of(parts), saver])
     if last and last[0].verdict is not Verdict.CONTINUE and not _bears_skip(parts, last[0].loss):
         reason = parts.journal.entries[-1].reason
         raise HaltError(f"{reason}; the run ended on skipped steps, which are not saved")
     return last
+
+
+def _held_out(parts: Parts, data: Data) -> float:
+    config = parts.config
+    rows = data.held_out_rows(config.batch.sequence_length, config.evaluation.evaluate_sequences)
+    return evaluate(parts, rows.tokens_NS, rows.labels_NS, rows.documents_NS)
 
 
 def _bears_skip(parts: Parts, loss: float) -> bool:

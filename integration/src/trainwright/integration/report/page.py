@@ -135,7 +135,9 @@ def _ranks(facts: RunFacts) -> Iterator[str]:
     pipeline = ""
     if measured:
         lanes = lanes_of(measured[-1]["timeline"])
-        ideal = ideal_of(facts.about, lanes)
+        # A batch that grows has more microbatches at some steps than at others.
+        made = {key: measured[-1][key] for key in ("microbatches",) if key in measured[-1]}
+        ideal = ideal_of({**facts.about, **made}, lanes)
         pipeline = draw_pipeline(lanes, ideal, int(number(measured[-1]["step"])))
     if not any(figures) and not pipeline:
         return
