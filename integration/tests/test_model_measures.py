@@ -16,6 +16,7 @@ from trainwright.checkpointing.testing.files import CrashingFiles
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration import Corpus, ModelShape, RunConfig, assemble, train
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.live_state import LiveState
 from trainwright.integration.model import DecoderStage, ExpertShape
 from trainwright.integration.model.decoder import build_stage
 from trainwright.integration.model.initialize import initialize_
@@ -24,6 +25,7 @@ from trainwright.integration.parts import Parts
 from trainwright.integration.recipe import StepRecord
 from trainwright.integration.training_state import restore_state, save_state
 from trainwright.sharding import Routing, placements_of
+from trainwright.stability_guards import MemorySnapshots
 
 STREAM = np.frombuffer(b"logits grow where nobody looks, and so do experts. " * 5, np.uint8)
 CORPUS = Corpus(train=STREAM, held_out=STREAM, files=1, skipped=(), source="a test")
@@ -158,6 +160,32 @@ def test_a_step_that_is_skipped_moves_no_bias(monkeypatch: pytest.MonkeyPatch) -
 
     assert [record.verdict.name for record in records] == ["SKIP", "SKIP"]
     assert all(not bias.any() for bias in biases.values())
+
+
+def test_going_back_puts_the_biases_back() -> None:
+    settings = config(expert_bias=RATE, steps=2)
+
+    def work(world: Communicator) -> tuple[Held, Held, Held]:
+        parts = assemble(settings, world, CORPUS, SPARSE)
+        progress = parts.start()
+
+        def biases() -> Held:
+            return {name: bias.clone() for name, bias in parts.balance.biases().items()}
+
+        train(attrs.evolve(parts, config=settings.evolve(steps=1)), progress)
+        snapshots = MemorySnapshots({"run": LiveState(parts, progress)})
+        snapshots.take(1)
+        before = biases()
+        train(parts, progress)
+        after = biases()
+        snapshots.restore(1)
+        return before, after, biases()
+
+    ((before, after, back),) = LocalWorld(1, timeout_s=60.0).run(work)
+
+    assert any(not torch.equal(after[name], bias) for name, bias in before.items())
+    for name, bias in before.items():
+        assert torch.equal(back[name], bias)
 
 
 def test_measures_that_a_model_has_no_use_for_are_refused() -> None:

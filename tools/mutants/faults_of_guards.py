@@ -37,11 +37,11 @@ FAULTS_OF_GUARDS = (
         (f"{TESTS}/test_ramping.py", "-k", "resumes"),
     ),
     Fault(
-        "biases of experts are not resumed",
+        "biases of experts are not put back by a rollback",
         f"{INTEGRATION}/balancing.py",
         "            bias.copy_(state[name])",
         "            bias.copy_(bias)",
-        (f"{TESTS}/test_model_measures.py", "-k", "biases_move"),
+        (f"{TESTS}/test_model_measures.py", "-k", "going_back"),
     ),
     Fault(
         "biases of experts move by the choices of this rank's tokens",
@@ -70,6 +70,20 @@ FAULTS_OF_GUARDS = (
         "all_reduce(packed, ReduceOp.MAX).wait()\n        by_place",
         "all_reduce(packed.clone(), ReduceOp.MAX).wait()\n        by_place",
         (f"{TESTS}/test_signals.py", "-k", "same_on_every_rank"),
+    ),
+    Fault(
+        "keys of a head above the bound are shrunk by all of it",
+        f"{INTEGRATION}/head_clipping.py",
+        '(("q_proj", q_H), ("k_proj", k_K))',
+        '(("q_proj", q_H), ("k_proj", k_K * k_K))',
+        (f"{TESTS}/test_head_clipping.py", "-k", "published_factors"),
+    ),
+    Fault(
+        "a head's largest logit is that of this rank's sequences",
+        f"{INTEGRATION}/head_clipping.py",
+        "        same.all_reduce(found_LH, ReduceOp.MAX).wait()",
+        "        same.all_reduce(found_LH.clone(), ReduceOp.MAX).wait()",
+        (f"{TESTS}/test_head_clipping.py", "-k", "every_layout"),
     ),
     Fault(
         "a journal that cannot be written stops rank 0 alone",

@@ -7,6 +7,7 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.float8_fitting import check_float8
 from trainwright.integration.guarding import read_guards
+from trainwright.integration.head_clipping import check_head_clipping
 from trainwright.integration.model import ModelShape
 from trainwright.integration.ramping import microbatch_counts
 from trainwright.integration.rates import check_rates
@@ -40,6 +41,7 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     _check_saving(config.saving)
     check_rates(config)
     _check_ramp(config)
+    check_head_clipping(config, shape)
     _check_activations(config)
     read_guards(config.guards.guards, config.guards.exclude)
 

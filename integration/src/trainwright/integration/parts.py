@@ -18,6 +18,7 @@ from trainwright.integration.data import Data
 from trainwright.integration.feed import Feed
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.guarding import GuardPlan, read_guards
+from trainwright.integration.head_clipping import HeadClipping
 from trainwright.integration.model import ModelShape
 from trainwright.integration.numerics import (
     ProductScales,
@@ -78,6 +79,7 @@ class Parts:
         scaler: what the losses are multiplied by before the backward pass.
         scales: of the FP8 products.
         balance: of the experts, by biases.
+        heads: of attention, clipped where their logits grow.
         own: what else of yours is in checkpoints, by name: a schedule, a loss scaler; with the same
             state on every rank.
         generators: random generators of yours in checkpoints, of which each rank has its own.
@@ -99,6 +101,7 @@ class Parts:
     scaler: LossScaler
     scales: ProductScales
     balance: ExpertBalance
+    heads: HeadClipping
     own: Mapping[str, Stateful] = attrs.field(factory=dict)
     generators: Mapping[str, torch.Generator] = attrs.field(factory=dict)
 
@@ -173,6 +176,7 @@ def assemble(
     model = shard_model(config, shape, mesh, stages)
     joined = build_optimizer(config, model, optimizer)
     executor = build_executor(config, shape, mesh, schedule, model)
+    heads = HeadClipping(mesh, model, shape, config.guards.qk_clip)
     return Parts(
         config=config,
         mesh=mesh,
@@ -189,5 +193,6 @@ def assemble(
         counts_tokens=1.0 if schedule.num_stages - 1 in model.stages else 0.0,
         scaler=choose_scaler(config, model.pieces),
         scales=scales,
+        heads=heads,
         balance=ExpertBalance(mesh, tuple(stages.values()), config.model.expert_bias or 0.0),
     )

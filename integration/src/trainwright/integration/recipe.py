@@ -112,6 +112,7 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
     parts.scaler.update()
     parts.scales.end_step()
     parts.balance.end_step()
+    parts.heads.end_step()
     parts.model.publish()
     progress.updates += 1
     progress.step += 1
@@ -121,6 +122,7 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
 def _skip(parts: Parts, progress: Progress, totals: StepTotals) -> float:
     parts.scales.discard_step()
     parts.balance.discard_step()
+    parts.heads.discard_step()
     parts.feed.discard_step()
     if totals.non_finite:
         parts.scaler.update()
@@ -133,7 +135,8 @@ def _skip(parts: Parts, progress: Progress, totals: StepTotals) -> float:
 
 
 def _roll_back(parts: Parts, progress: Progress, totals: StepTotals) -> float:
-    return 0.0  # the recovery has put everything back, `progress` too
+    parts.heads.discard_step()
+    return 0.0  # the recovery has put everything else back, `progress` too
 
 
 _OUTCOMES: dict[Verdict, Callable[[Parts, Progress, StepTotals], float]] = {
