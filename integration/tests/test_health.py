@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import attrs
 import numpy as np
 
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration import Corpus, ModelShape, RunConfig, assemble
-from trainwright.integration.health import InitialLoss, Stragglers, warnings_of
+from trainwright.integration.health import InitialLoss, Stragglers, pulse, warnings_of
 from trainwright.integration.recipe import StepRecord, train
 from trainwright.pipeline_schedules.execute import StepResult
 from trainwright.stability_guards import StragglerWatch, Verdict
@@ -74,3 +76,19 @@ def test_a_healthy_short_run_is_told_nothing_of_its_first_loss() -> None:
         return told
 
     assert LocalWorld(1, timeout_s=60.0).run(work) == [[]]
+
+
+def test_a_rank_whose_steps_stop_ending_is_told_once_and_one_that_ends_is_not() -> None:
+    told: list[str] = []
+    silent = threading.Event()
+
+    def tell(text: str) -> None:
+        told.append(text)
+        silent.set()
+
+    with pulse(3, tell, least_s=0.05) as beat:
+        beat(RECORD)
+        assert silent.wait(30.0)
+
+    assert len(told) == 1
+    assert told[0].startswith("warning: rank 3: no step has ended for ")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from trainwright.integration.model import PRESETS
 from trainwright.integration.parts import Parts
 from trainwright.integration.recipe import Observer, StepRecord
 from trainwright.stability_guards import (
     GuardError,
+    Heartbeat,
     State,
     StragglerWatch,
     Verdict,
@@ -99,6 +101,23 @@ class Stragglers:
                     f"{found.seconds:.3g} s, and the median rank with the same layers for "
                     f"{found.median_seconds:.3g} s, {self._watch.in_a_row} times in a row"
                 )
+
+
+@contextmanager
+def pulse(rank: int, tell: Tell = say, *, least_s: float = 60.0) -> Iterator[Observer]:
+    """Yield the observer after whose calls a rank may be silent ten usual steps, and no longer.
+
+    It is told that it is, once a silence, by a thread of its own; nothing is stopped.
+
+    Args:
+        rank: of the world.
+        tell: is given the warning.
+        least_s: how long any step may take.
+    """
+    with Heartbeat(
+        lambda silence: tell(f"warning: rank {rank}: {silence}"), least_s=least_s
+    ) as heart:
+        yield lambda record: heart.beat(record.step)
 
 
 def _nothing(text: str) -> None:

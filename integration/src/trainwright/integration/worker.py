@@ -17,7 +17,7 @@ from trainwright.integration.data import Data, open_data
 from trainwright.integration.errors import ConfigError, DataError
 from trainwright.integration.evaluation import evaluate
 from trainwright.integration.finishing import Summary, finish
-from trainwright.integration.health import warnings_of
+from trainwright.integration.health import pulse, warnings_of
 from trainwright.integration.numerics import may_overflow
 from trainwright.integration.parts import Parts, assemble
 from trainwright.integration.recipe import StepRecord, train
@@ -133,7 +133,9 @@ def _train(saver: Saver, watch: Watch) -> list[StepRecord]:
         last[:] = [record]
 
     check = ReplicaCheck(parts, parts.guards.replicas_every)
-    train(parts, saver.progress, [keep, *watch.observers, check, *warnings_of(parts), saver])
+    looking = [keep, *watch.observers, check, *warnings_of(parts)]
+    with pulse(parts.mesh.world.rank) as beat:
+        train(parts, saver.progress, [*looking, beat, saver])
     if last and last[0].verdict is not Verdict.CONTINUE and not _bears_skip(parts, last[0].loss):
         reason = parts.journal.entries[-1].reason
         raise HaltError(f"{reason}; the run ended on skipped steps, which are not saved")

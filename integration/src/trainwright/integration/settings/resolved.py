@@ -18,6 +18,11 @@ def resolved(config: RunConfig) -> Iterator[str]:
         f"global batch {sizes.global_batch} = {sizes.microbatches} microbatches of "
         f"{sizes.micro_batch} sequences on each of {mesh.dp} data ranks"
     )
+    if config.batch.ramp_from is not None:
+        yield (
+            f"global batches grow from {config.batch.ramp_from} to {sizes.global_batch} over "
+            f"{config.batch.ramp_over} sequences of applied updates"
+        )
     if config.rate.scheduler is None:
         rising = config.rate.warmup_steps(config.steps)
         yield f"the learning rate rises for {rising} of {config.steps} updates"
