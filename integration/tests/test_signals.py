@@ -104,7 +104,7 @@ def _in_turn(layers: Any, hidden: Any, *args: Any) -> Any:
     return hidden
 
 
-@pytest.mark.parametrize("layout", ["dp=2,tp=2,pp=2", "cp=2"])
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,pp=2", "cp=4"])
 def test_signals_are_the_same_on_every_rank_and_in_every_layout(guards: Path, layout: str) -> None:
     config = settings(guards, layout=layout, zero=2 if "dp" in layout else 0)
 
