@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from trainwright.integration.errors import ConfigError
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.model.decoder import build_stage
 from trainwright.integration.model.initialize import initialize_
+from trainwright.integration.model.latent_shape import LatentShape
 from trainwright.integration.model.layers import PlainLayers
 from trainwright.integration.model.packing import attend_causally
 from trainwright.integration.recipe import StepRecord
@@ -124,3 +126,15 @@ def test_clipping_that_cannot_hear_the_logits_is_refused(
 
     with pytest.raises(ConfigError, match=message):
         check()
+
+
+def test_latent_attention_is_neither_clipped_nor_watched_in_silence() -> None:
+    sizes = LatentShape(keys=8, plain=8, turned=4, values=8)
+    shape = attrs.evolve(SHAPE, latent=sizes, kv_heads=4)
+    for leaves, message in (
+        ({"qk_clip": 100.0}, "keys of latent attention are not clipped here"),
+        ({"guards": "all"}, "watches attention_logit_max, which latent attention does not bring"),
+    ):
+        settings = config(**leaves)
+        with pytest.raises(ConfigError, match=message):
+            check_fits(shape, settings.parallel.mesh, settings)

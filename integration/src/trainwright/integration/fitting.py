@@ -14,6 +14,7 @@ from trainwright.integration.rates import check_rates
 from trainwright.integration.sequence_part import row_of
 from trainwright.integration.settings import ParallelSettings, SavingSettings
 from trainwright.integration.sharded import gathers_stages
+from trainwright.integration.signals import check_signals
 from trainwright.pipeline_schedules import GENERATORS
 from trainwright.sharding import MeshShape
 
@@ -43,7 +44,8 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     _check_ramp(config)
     check_head_clipping(config, shape)
     _check_activations(config)
-    read_guards(config.guards.guards, config.guards.exclude)
+    plan = read_guards(config.guards.guards, config.guards.exclude)
+    check_signals(config.guards.guards, plan.guard_name, shape)
 
 
 def _check_experts(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:

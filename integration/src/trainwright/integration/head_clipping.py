@@ -134,6 +134,7 @@ def check_head_clipping(config: RunConfig, shape: ModelShape) -> None:
     reasons = {
         "context ranks have parts of the sequences; set cp=1": config.parallel.mesh.cp > 1,
         "norms of queries and keys would undo it; leave out --qk-norm": shape.qk_norm,
+        "keys of latent attention are not clipped here": shape.latent is not None,
         f"documents of --packing {config.data.packing} do not see each other; take stream": (
             config.data.packing != "stream"
         ),

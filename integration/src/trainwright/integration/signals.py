@@ -12,7 +12,8 @@ from torch import nn
 
 from trainwright.collectives import ReduceOp
 from trainwright.integration.chunks import Chunks
-from trainwright.integration.model import DecoderStage
+from trainwright.integration.errors import ConfigError
+from trainwright.integration.model import DecoderStage, ModelShape
 from trainwright.integration.model.blocks import Attention
 from trainwright.pipeline_schedules.execute import StageOutput
 from trainwright.sharding import Mesh
@@ -25,6 +26,24 @@ ATTENTION = "attention_logit_max"
 UPDATE = "update_ratio"
 """The largest norm of a tensor's update over that of the tensor, of the update before."""
 MODEL_SIGNALS = (LOGIT, ATTENTION, UPDATE)
+
+
+def check_signals(guards: str, watched: str, shape: ModelShape) -> None:
+    """Check that a model brings what guards watch.
+
+    Args:
+        guards: what ``--guards`` says.
+        watched: the guards with what they watch, in words.
+        shape: the model's.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if shape.latent is not None and ATTENTION in watched:
+        raise ConfigError(
+            f"--guards {guards} watches {ATTENTION}, which latent attention does not bring; name "
+            "guards in a file, without attention-growth"
+        )
 
 
 class Signals:
@@ -77,7 +96,9 @@ class Signals:
         """Return what was measured, 0-d tensors by name; every rank calls it once a step."""
         found: dict[str, torch.Tensor | None] = {}
         if self._listening:
-            found = {LOGIT: self._logit, ATTENTION: self._largest_bound()}
+            found = {LOGIT: self._logit}
+            if self._attentions:
+                found[ATTENTION] = self._largest_bound()
         if self._squares is not None:
             found[UPDATE] = self._ratio(self._squares)
             self._squares = None
@@ -121,9 +142,7 @@ class Signals:
 
         return hear
 
-    def _largest_bound(self) -> torch.Tensor | None:
-        if not self._attentions:
-            return None
+    def _largest_bound(self) -> torch.Tensor:
         places = [(at, which) for at in range(len(self._attentions)) for which in ("q", "k")]
         norms = [self._heads[place].double() for place in places]
         packed = torch.cat(norms)
