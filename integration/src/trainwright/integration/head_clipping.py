@@ -99,8 +99,8 @@ class _Ear:
         self._queries: torch.Tensor | None = None
         self.largest_H: torch.Tensor | None = None
 
-    def __call__(self, x_BXSE: torch.Tensor, places: Places) -> torch.Tensor:
-        placed_BXSE = self._place(x_BXSE, places)
+    def __call__(self, x_BHSE: torch.Tensor, places: Places) -> torch.Tensor:
+        placed_BXSE = self._place(x_BHSE, places)
         if self._attention.training:
             self._hear(placed_BXSE.detach())
         return placed_BXSE

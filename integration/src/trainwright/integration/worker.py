@@ -20,7 +20,7 @@ from trainwright.integration.finishing import Summary, finish
 from trainwright.integration.health import pulse, warnings_of
 from trainwright.integration.numerics import may_overflow
 from trainwright.integration.parts import Parts, assemble
-from trainwright.integration.recipe import StepRecord, train
+from trainwright.integration.recipe import Observer, StepRecord, train
 from trainwright.integration.replica_check import ReplicaCheck
 from trainwright.integration.run_folder import DATA, JOURNAL, WRITER, RunFolder
 from trainwright.integration.saver import Saver
@@ -133,7 +133,7 @@ def _train(saver: Saver, watch: Watch) -> list[StepRecord]:
         last[:] = [record]
 
     check = ReplicaCheck(parts, parts.guards.replicas_every)
-    looking = [keep, *watch.observers, check, *warnings_of(parts)]
+    looking: list[Observer] = [keep, *watch.observers, check, *warnings_of(parts)]
     with pulse(parts.mesh.world.rank) as beat:
         train(parts, saver.progress, [*looking, beat, saver])
     if last and last[0].verdict is not Verdict.CONTINUE and not _bears_skip(parts, last[0].loss):
