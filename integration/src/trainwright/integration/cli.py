@@ -37,6 +37,7 @@ from trainwright.integration.settling import (
     TRANSPORTS,
     allow_other_data,
     settle,
+    to_standard_error,
     transport_of,
     worker_arguments,
 )
@@ -106,6 +107,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_options(add: Callable[..., Any]) -> None:
     add("--config", metavar="FILE", help="settings in TOML, YAML or JSON; options go before it")
+    add("--deepspeed", metavar="FILE", help="settings in DeepSpeed's JSON; options must agree")
+    add("--drop-offload", action="store_true", help="leave out what that moves off the device")
     add("--print-config", action="store_true", help="print the settings as JSON, and train nothing")
     add("--out", help="run folder (default runs/DATE-TIME)")
     add("--resume", metavar="DIR", help="continue the run in this folder")
@@ -118,14 +121,15 @@ def _add_options(add: Callable[..., Any]) -> None:
 
 def train_command(options: argparse.Namespace) -> int:
     """Check the settings, then train on ranks that are started, given, or threads."""
-    config, out, resume = settle(options)
+    place = launch.place_in_environment(os.environ)
+    is_first = place is None or place.rank == 0
+    config, out, resume = settle(options, to_standard_error if is_first else lambda note: None)
     mesh = config.parallel.mesh
     check_fits(shape_for(config, known_vocabulary(config.data.choice)), mesh, config)
     if getattr(options, "print_config", False):
         sys.stdout.write(config.text())
         sys.stderr.writelines(f"{line}\n" for line in resolved(config))
         return 0
-    place = launch.place_in_environment(os.environ)
     as_json = getattr(options, "json", False)
     transport = transport_of(options)
     if transport == "threads":
