@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tests.serial import GROUPED, SPARSE, settings, text
+from tests.test_law_families import LATENT
 from trainwright.checkpointing.activations import keep_all
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.config import RunConfig
+from trainwright.integration.errors import ConfigError
 from trainwright.integration.generation import continuations
 from trainwright.integration.model import (
     DecoderStage,
@@ -40,7 +42,7 @@ LEARNED = attrs.evolve(
     tied=True,
     norm="layer",
     positions="learned",
-    max_positions=15,
+    max_positions=17,
     activation="gelu_tanh",
     gated=False,
     qkv_bias=True,
@@ -126,6 +128,7 @@ MORE: list[tuple[dict[str, object], ModelShape]] = [
     ({"layout": "dp=2,tp=2", "zero": 3}, DENSE),
     ({"layout": "dp=2,pp=2", "zero": 3, "gather": "action"}, TIED),
     ({"layout": "dp=2,tp=2,ep=4,etp=1", "sequence_parallel": True}, SPARSE),
+    ({"layout": "tp=2,pp=2,ep=2,etp=1", "sequence_parallel": True}, LATENT),
 ]
 
 
@@ -139,7 +142,7 @@ def test_a_layout_with_a_cache_says_what_the_plain_model_says(
 ) -> None:
     found = said_in(settings(dtype="float64", microbatches=2, **layout), shape, PROMPTS)
 
-    assert_same(found, said_plainly(shape, PROMPTS, shape.max_positions or 17))
+    assert_same(found, said_plainly(shape, PROMPTS, 17))
 
 
 def test_with_a_cache_each_token_is_read_once_until_the_window_is_full(
@@ -162,3 +165,8 @@ def test_with_a_cache_each_token_is_read_once_until_the_window_is_full(
     read.clear()
     assert_same(said_in(config, DENSE, prompts, cached=False), with_cache)
     assert read == [16, 18, 20, 22, 22, 22]
+
+
+def test_a_model_without_positions_for_a_window_refuses_it() -> None:
+    with pytest.raises(ConfigError, match="cannot see 18 tokens at once; 1 to 17 work"):
+        said_in(settings(), LEARNED, PROMPTS, window=18)

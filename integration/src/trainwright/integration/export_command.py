@@ -15,10 +15,11 @@ import torch
 from trainwright.collectives import Communicator
 from trainwright.integration import hugging_face
 from trainwright.integration.config import RunConfig
+from trainwright.integration.data.learned import FILE, read_tokenizer
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.loading import assemble_model
 from trainwright.integration.looking import add_place, settings_for
-from trainwright.integration.places import open_place
+from trainwright.integration.places import Place, open_place
 from trainwright.integration.starting import run_on_ranks, work_in_process
 
 WRITTEN = {
@@ -56,6 +57,7 @@ class Request:
         shape = place.shape()
         parts = assemble_model(RunConfig.from_mapping(self.leaves), world, shape)
         loaded = place.load(parts, self.step)
+        origin = place.origin()
         written = hugging_face.export(
             parts.model,
             shape,
@@ -63,13 +65,23 @@ class Request:
             self.out,
             dtype=None if self.dtype is None else WRITTEN[self.dtype],
             max_file_bytes=self.max_file_bytes,
-            tokenizer=self.place,
+            like=None if origin is None else hugging_face.read_config(origin).values,
+            tokenizer=_tokenizer_folder(place),
         )
         if world.rank == 0:
             sys.stdout.write(
                 f"{self.out}: {loaded}, {len(written.weight_map)} tensors in "
                 f"{len(set(written.weight_map.values()))} files\n"
             )
+
+
+def _tokenizer_folder(place: Place) -> Path:
+    """Return the folder whose tokenizer is that of the model; the one with most files of it."""
+    origin = place.origin()
+    if origin is None or not (origin / FILE).is_file():
+        return place.path
+    theirs = read_tokenizer(origin).describe()
+    return origin if theirs == place.tokenizer().describe() else place.path
 
 
 def add_parser(commands: Any) -> None:

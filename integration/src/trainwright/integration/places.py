@@ -47,6 +47,10 @@ class Place(Protocol):
         """Return the tokens that stand behind a text."""
         ...
 
+    def origin(self) -> Path | None:
+        """Return the folder of Hugging Face's libraries that the model began as, if it did."""
+        ...
+
     def load(self, parts: StandingModel, step: int | None) -> str:
         """Load the weights; return which these are, for people."""
         ...
@@ -81,6 +85,11 @@ class RunPlace:
     def ends(self) -> frozenset[int]:
         """Return the token behind documents."""
         return _end_of(self.tokenizer())
+
+    def origin(self) -> Path | None:
+        """Return the folder that the run was given as its model."""
+        model = self._stored().model.model
+        return None if model in PRESETS else Path(model)
 
     def load(self, parts: StandingModel, step: int | None) -> str:
         """Load a checkpoint."""
@@ -122,6 +131,10 @@ class HuggingFacePlace:
         for name in (CONFIG, "generation_config.json"):
             found |= _named_ends(self.path / name)
         return frozenset(found)
+
+    def origin(self) -> Path | None:
+        """Return the folder itself."""
+        return self.path
 
     def load(self, parts: StandingModel, step: int | None) -> str:
         """Load the safetensors, of which there is one state."""
