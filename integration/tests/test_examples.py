@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch._dynamo  # what optimizers import: once, before ranks are forked
+import torch._dynamo  # noqa: F401 - what optimizers import: once, before ranks are forked
 import torch.distributed as dist
 
 from trainwright.collectives import LocalWorld, TorchCommunicator
