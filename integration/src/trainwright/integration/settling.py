@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trainwright.integration.config import SCALED, RunConfig
 from trainwright.integration.data.learned import FILE as TOKENIZER
+from trainwright.integration.deepspeed import read_deepspeed
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.model import PRESETS
 from trainwright.integration.run_folder import RunFolder
@@ -18,15 +21,27 @@ from trainwright.integration.values import option
 TRANSPORTS = ("auto", "gloo", "shm", "threads")
 
 
-def settle(options: argparse.Namespace) -> tuple[RunConfig, str, bool]:
+def to_standard_error(note: str) -> None:
+    """Tell a person something."""
+    sys.stderr.write(f"{note}\n")
+
+
+def settle(
+    options: argparse.Namespace, tell: Callable[[str], None] = to_standard_error
+) -> tuple[RunConfig, str, bool]:
     """Return the settings, the run folder and whether a run is continued.
 
-    The command line goes before a file of settings, and that before a run that is continued.
+    The command line goes before a file of settings, and that before a run that is continued. A
+    configuration of DeepSpeed must agree with both of the former.
+
+    Args:
+        options: as parsed.
+        tell: is given a line on each key of DeepSpeed that has no effect.
 
     Raises:
         ConfigError, RunFolderError: options contradict each other, or no run is there to resume.
     """
-    given = _said(options)
+    given = _said(options, tell)
     resume = getattr(options, "resume", None)
     out = getattr(options, "out", None)
     if resume is None:
@@ -81,11 +96,21 @@ def allow_other_data(options: argparse.Namespace) -> bool:
     return bool(allowed)
 
 
-def _said(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the leaves that the command line sets, and those of the file that it names."""
+def _said(options: argparse.Namespace, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Return the leaves that the command line sets, and those of the files that it names."""
     given = given_leaves(options)
-    file = getattr(options, "config", None)
-    return given if file is None else {**RunConfig.read_leaves(Path(file)), **given}
+    file, foreign = getattr(options, "config", None), getattr(options, "deepspeed", None)
+    drop = getattr(options, "drop_offload", False)
+    if file is not None:
+        given = {**RunConfig.read_leaves(Path(file)), **given}
+    if foreign is None:
+        if drop:
+            raise ConfigError("--drop-offload has no effect without --deepspeed")
+        return given
+    reading = read_deepspeed(foreign, given, drop_offload=drop)
+    for note in reading.notes:
+        tell(f"{foreign}: {note}")
+    return dict(reading.leaves)
 
 
 def _reading_its_tokens(config: RunConfig) -> RunConfig:
