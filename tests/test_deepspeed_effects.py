@@ -1,0 +1,201 @@
+"""What DeepSpeed's keys ask for happens in a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from tests.serial import GROUPED, text
+from trainwright.collectives import Communicator, LocalWorld
+from trainwright.integration.deepspeed import read_deepspeed
+from trainwright.integration.model import Block
+from trainwright.integration.parts import Parts, assemble
+from trainwright.integration.recipe import StepRecord, train
+from trainwright.sharding.data import DataParallel
+from trainwright.sharding.data.testing import RecordedCall, RecordingCommunicator
+
+SHAPE = attrs.evolve(GROUPED, layers=2)
+FLAGS = {"steps": 3, "global_batch": 4, "sequence_length": 8, "warmup": 1, "sample_bytes": 0}
+
+
+def run(
+    block: Mapping[str, Any],
+    look: Callable[[Parts, list[RecordedCall], list[StepRecord]], Any],
+    **flags: Any,
+) -> Any:
+    """Train by a configuration; return what the first rank sees then."""
+    usual = {n: v for n, v in FLAGS.items() if not (n == "warmup" and "scheduler" in block)}
+    config = read_deepspeed(block, {"layout": "dp=2", **usual, **flags}).config
+
+    def work(world: Communicator) -> Any:
+        calls: list[RecordedCall] = []
+        records: list[StepRecord] = []
+        parts = assemble(config, RecordingCommunicator(world, calls), text(), SHAPE)
+        train(parts, parts.start(), [records.append])
+        return look(parts, calls, records)
+
+    return LocalWorld(config.parallel.mesh.world_size, timeout_s=60.0).run(work)[0]
+
+
+def reductions(_: Parts, calls: list[RecordedCall], records: list[StepRecord]) -> int:
+    return sum(c.operation == "reduce_scatter" and c.dtype.is_floating_point for c in calls)
+
+
+def weights(parts: Parts, *_: object) -> dict[str, torch.Tensor]:
+    return {name: piece.parameter.detach().clone() for name, piece in parts.model.pieces.items()}
+
+
+def rates(_: Parts, calls: list[RecordedCall], records: list[StepRecord]) -> list[float]:
+    return [record.lr for record in records]
+
+
+@pytest.mark.parametrize("key", ["reduce_bucket_size", "allgather_bucket_size"])
+def test_smaller_buckets_are_reduced_one_by_one(key: str) -> None:
+    large = run({"zero_optimization": {"stage": 1, key: 5e8}}, reductions)
+    small = run({"zero_optimization": {"stage": 1, key: 1024}}, reductions)
+    assert small > 2 * large
+
+
+def test_accumulated_gradients_are_reduced_as_the_stage_says() -> None:
+    counts = [
+        run({"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}, reductions)
+        for stage in (1, 2)
+    ]
+    assert counts[1] == 2 * counts[0]
+
+
+def test_without_overlap_nothing_is_announced_and_the_result_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    announced = []
+    announce = DataParallel.last_backward
+
+    def counted(self: DataParallel) -> None:
+        announced.append(self)
+        announce(self)
+
+    monkeypatch.setattr(DataParallel, "last_backward", counted)
+
+    with_overlap = run({"zero_optimization": {"stage": 1, "overlap_comm": True}}, weights)
+    times = len(announced)
+    without = run({"zero_optimization": {"stage": 1, "overlap_comm": False}}, weights)
+
+    assert times == 2 * 3
+    assert len(announced) == times
+    assert all(torch.equal(with_overlap[name], without[name]) for name in without)
+
+
+@pytest.mark.parametrize(("elements", "live"), [(0, 1), (5e8, 2)])
+def test_prefetching_bounds_the_layers_that_are_whole_at_once(elements: float, live: int) -> None:
+    block = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": elements}}
+    config = read_deepspeed(block, {"layout": "dp=2"}).config
+    assert min(config.parallel.live_units or 0, 2) == live
+
+    ahead = run(block, weights)
+    usual = run({"zero_optimization": {"stage": 3}}, weights)
+
+    assert all(torch.equal(ahead[name], usual[name]) for name in usual)
+
+
+def test_gradients_travel_in_the_dtype_of_communication() -> None:
+    def dtypes(_: Parts, calls: list[RecordedCall], records: list[StepRecord]) -> set[torch.dtype]:
+        return {c.dtype for c in calls if c.operation == "reduce_scatter"}
+
+    block = {"zero_optimization": {"stage": 1}, "communication_data_type": "bf16"}
+    assert torch.bfloat16 in run(block, dtypes)
+    assert torch.bfloat16 not in run({"zero_optimization": {"stage": 1}}, dtypes)
+
+
+def test_the_loss_scale_follows_the_numbers_of_the_file() -> None:
+    block = {
+        "fp16": {
+            "enabled": True,
+            "initial_scale_power": 4,
+            "loss_scale_window": 2,
+            "hysteresis": 3,
+            "min_loss_scale": 2,
+        }
+    }
+
+    def state(parts: Parts, *_: object) -> dict[str, Any]:
+        return dict(parts.scaler.state_dict())
+
+    dynamic = run(block, state)
+    static = run({"fp16": {"enabled": True, "loss_scale": 8}}, state)
+
+    assert dynamic["scale"] == 2.0**5  # three clean steps, the second of which doubles it
+    assert (dynamic["growth_interval"], dynamic["hysteresis"], dynamic["min_scale"]) == (2, 3, 2.0)
+    assert static["scale"] == 8.0
+
+
+def test_clipping_and_none_are_told_apart() -> None:
+    def clip(parts: Parts, *_: object) -> float:
+        return parts.clip
+
+    clipped = run({"gradient_clipping": 1e-3}, weights, optimizer="sgd", lr=1.0)
+    free = run({"gradient_clipping": 0}, weights, optimizer="sgd", lr=1.0)
+
+    assert run({"gradient_clipping": 0}, clip) == math.inf
+    assert any(not torch.equal(clipped[name], free[name]) for name in free)
+
+
+def test_the_optimizer_is_that_of_the_file() -> None:
+    params = {"lr": 1e-4, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}
+
+    def groups(parts: Parts, *_: object) -> Any:
+        members = parts.optimizer.members
+        kinds = {type(member.optimizer).__name__ for member in members}
+        return kinds, [
+            {n: group.get(n) for n in ("betas", "eps", "weight_decay")}
+            for group in parts.optimizer.param_groups
+            if group["params"]
+        ]
+
+    adamw, told = run({"optimizer": {"type": "Adam", "params": params}}, groups)
+    adam, _ = run(
+        {"optimizer": {"type": "Adam", "params": {**params, "adam_w_mode": False}}}, groups
+    )
+
+    assert (adamw, adam) == ({"AdamW"}, {"Adam"})
+    assert {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3} in told
+
+
+def test_updates_have_the_rates_of_the_files_schedule() -> None:
+    block = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 2, "warmup_type": "linear", "warmup_min_lr": 0.001},
+        },
+    }
+    assert run(block, rates) == pytest.approx([0.001, 0.001, 0.0055])
+
+
+def test_layers_are_computed_again_as_the_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    forward = Block.forward
+
+    def counted(self: Block, *arguments: Any, **named: Any) -> Any:
+        counts.append(self)
+        return forward(self, *arguments, **named)
+
+    monkeypatch.setattr(Block, "forward", counted)
+    usual = run({}, weights)
+    once = len(counts)
+    again = run({"activation_checkpointing": {"cpu_checkpointing": True}}, weights)
+
+    assert len(counts) - once == 2 * once
+    assert all(torch.equal(again[name], usual[name]) for name in usual)
+
+
+def test_dtypes_of_the_file_are_those_of_the_weights() -> None:
+    def dtypes(parts: Parts, *_: object) -> set[torch.dtype]:
+        return {p.dtype for stage in parts.model.stages.values() for p in stage.parameters()}
+
+    assert torch.bfloat16 in run({"bf16": {"enabled": True}}, dtypes)
+    assert torch.bfloat16 not in run({"bf16": {"enabled": "auto"}}, dtypes)
