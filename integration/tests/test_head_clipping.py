@@ -13,9 +13,9 @@ from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration import Corpus, ModelShape, RunConfig, assemble, train
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.fitting import check_fits
+from trainwright.integration.model import LatentShape
 from trainwright.integration.model.decoder import build_stage
 from trainwright.integration.model.initialize import initialize_
-from trainwright.integration.model.latent_shape import LatentShape
 from trainwright.integration.model.layers import PlainLayers
 from trainwright.integration.model.packing import attend_causally
 from trainwright.integration.recipe import StepRecord
