@@ -7,6 +7,7 @@ from tools.mutants.faults_of_context_and_experts import FAULTS_OF_CONTEXT_AND_EX
 from tools.mutants.faults_of_data_parallelism import FAULTS_OF_DATA_PARALLELISM
 from tools.mutants.faults_of_float8 import FAULTS_OF_FLOAT8
 from tools.mutants.faults_of_guards import FAULTS_OF_GUARDS
+from tools.mutants.faults_of_optimizers import FAULTS_OF_OPTIMIZERS
 from tools.mutants.faults_of_precision import FAULTS_OF_PRECISION
 from tools.mutants.faults_of_schedules import FAULTS_OF_SCHEDULES
 from tools.mutants.faults_of_sequence_parallelism import FAULTS_OF_SEQUENCE_PARALLELISM
@@ -20,6 +21,7 @@ FAULTS = (
     *FAULTS_OF_PRECISION,
     *FAULTS_OF_FLOAT8,
     *FAULTS_OF_CONTEXT_AND_EXPERTS,
+    *FAULTS_OF_OPTIMIZERS,
     *FAULTS_OF_GUARDS,
     *FAULTS_OF_THE_WHOLE,
 )

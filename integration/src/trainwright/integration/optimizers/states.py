@@ -78,7 +78,7 @@ class Held:
     def counts_updates(self) -> bool:
         """Whether its "step" is the number of updates, and its options stay as they were given."""
         kind = type(self.optimizer)
-        return kind is Lion or kind.__module__.startswith("torch.optim.")
+        return kind is Lion or f"{kind.__module__}.".startswith("torch.optim.")
 
     @property
     def counters(self) -> dict[str, float]:
