@@ -35,6 +35,7 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
                 f"model {config.model.model}; tp up to {size} works"
             )
     check_float8(shape, mesh, config)
+    _check_length(shape, batch.sequence_length)
     _check_sequence(mesh, parallel, batch.sequence_length)
     _check_pipeline(shape, mesh, config)
     batch.sizes(mesh.dp, mesh.pp)
@@ -162,6 +163,18 @@ def _check_saving(saving: SavingSettings) -> None:
         raise ConfigError(
             f"--keep-every {kept} must be a multiple of --save-every {every}; {nearest} works"
         )
+
+
+def _check_length(shape: ModelShape, length: int) -> None:
+    limits = {"sliding window": shape.window}
+    if shape.positions == "learned":
+        limits["table of positions"] = shape.max_positions
+    for what, limit in limits.items():
+        if limit is not None and length > limit:
+            raise ConfigError(
+                f"--sequence-length {length} is beyond the model's {what} of {limit}; up to "
+                f"{limit} works"
+            )
 
 
 def _check_sequence(mesh: MeshShape, parallel: ParallelSettings, length: int) -> None:

@@ -19,6 +19,7 @@ from trainwright.integration.feed import Feed
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.guarding import GuardPlan, read_guards
 from trainwright.integration.head_clipping import HeadClipping
+from trainwright.integration.hugging_face import load_
 from trainwright.integration.model import ModelShape
 from trainwright.integration.numerics import (
     ProductScales,
@@ -120,7 +121,19 @@ class Parts:
         return self.config.watching.is_measured(step, self.steps)
 
     def start(self) -> Progress:
-        """Return the progress of a run that has not begun."""
+        """Take up the weights that the run begins with; return the progress of one that has not.
+
+        Drawn ones are there already. Those of a folder are read.
+
+        Raises:
+            ConfigError, CheckpointingError: the folder's weights are not those of the model, or
+                cannot be read; on every rank.
+
+        Communicates: what `load_` does.
+        """
+        folder = self.config.model.weights
+        if folder is not None:
+            load_(self.model, self.config.model.shape, folder, self.mesh.world)
         return Progress()
 
 

@@ -64,6 +64,7 @@ class DecoderStage(nn.Module):
             if not shape.tied:
                 self.lm_head = layers.column(shape.width, shape.vocabulary)
         self._blocks: Sequence[nn.Module] = list(numbered.values())
+        self._within_window: torch.Tensor | None = None
         self._angles = rotary_angles if shape.positions == "rotary" else _no_angles
         share = shape.embedding_gradient
         self._shrink = _whole_gradient if share is None else partial(shrink_gradient, share=share)
@@ -150,7 +151,7 @@ class DecoderStage(nn.Module):
 
     def _check_window(self, positions_S: torch.Tensor, documents_BS: torch.Tensor | None) -> None:
         window = self.shape.window
-        if window is None:
+        if window is None or (documents_BS is None and positions_S is self._within_window):
             return
         length = int(positions_S.max()) + 1 if documents_BS is None else documents_BS.shape[1]
         if length > window:
@@ -158,6 +159,8 @@ class DecoderStage(nn.Module):
                 f"sequences of {length} positions are longer than the model's sliding window of "
                 f"{window}, beyond which it is not computed; sequences up to {window} work"
             )
+        # In training it is the same tensor each time, which the host has to wait for only once.
+        self._within_window = positions_S
 
     def _head(self, entered_BSD: torch.Tensor) -> torch.Tensor:
         # A rank's rows of the embedding are its rows of the head: both are cut along V.

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainwright.integration.model.attention import split_heads
+from trainwright.integration.model.latent_shape import LatentShape
 from trainwright.integration.model.layers import Layers
 from trainwright.integration.model.packing import Places
 from trainwright.integration.model.rotary import turn
-from trainwright.integration.model.shape import LatentShape, ModelShape
+from trainwright.integration.model.shape import ModelShape
 
 
 class LatentAttention(nn.Module):
@@ -36,17 +37,25 @@ class LatentAttention(nn.Module):
         self.factor = latent.score_factor * math.sqrt(latent.kernel_width / latent.key_width)
         heads, bias = shape.heads, shape.qkv_bias
         if latent.queries is None:
-            self.q_proj = layers.to_heads(shape.width, heads, latent.key_width)
+            self.q_proj = layers.column(
+                shape.width, heads * latent.key_width, unit=latent.key_width
+            )
             self.make_queries = self._straight_queries
         else:
             self.q_a_proj = layers.whole(shape.width, latent.queries, bias=bias)
             self.q_a_layernorm = layers.norm(latent.queries, latent.norm_epsilon)
-            self.q_b_proj = layers.to_heads(latent.queries, heads, latent.key_width)
+            self.q_b_proj = layers.column(
+                latent.queries, heads * latent.key_width, unit=latent.key_width
+            )
             self.make_queries = self._latent_queries
         self.kv_a_proj_with_mqa = layers.whole(shape.width, latent.keys + latent.turned, bias=bias)
         self.kv_a_layernorm = layers.norm(latent.keys, latent.norm_epsilon)
-        self.kv_b_proj = layers.to_heads(latent.keys, heads, latent.plain + latent.values)
-        self.o_proj = layers.from_heads(heads, latent.values, shape.width, bias=shape.output_bias)
+        self.kv_b_proj = layers.column(
+            latent.keys, heads * (latent.plain + latent.values), unit=latent.plain + latent.values
+        )
+        self.o_proj = layers.row(
+            heads * latent.values, shape.width, unit=latent.values, bias=shape.output_bias
+        )
 
     def forward(self, hidden_BSD: torch.Tensor, places: Places) -> torch.Tensor:
         """Return the attention output [B, S, D]."""

@@ -20,15 +20,19 @@ from trainwright.integration.model.shape import ExpertShape, ModelShape
 class Layers(Protocol):
     """What the decoder asks of its building blocks, which ranks may share."""
 
-    def column(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
-        """Return a product whose output features are shared out over the ranks.
+    def column(
+        self, in_features: int, out_features: int, *, unit: int = 1, bias: bool = False
+    ) -> nn.Module:
+        """Return a product whose output features are shared out over the ranks, in whole units.
 
         Its input has passed through ``enter``.
         """
         ...
 
-    def row(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
-        """Return a product whose input features are shared out over the ranks; adds bias once."""
+    def row(
+        self, in_features: int, out_features: int, *, unit: int = 1, bias: bool = False
+    ) -> nn.Module:
+        """Return a product whose input features are shared out, in whole units; adds bias once."""
         ...
 
     def attention(self, shape: ModelShape) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module]:
@@ -41,19 +45,6 @@ class Layers(Protocol):
 
     def whole(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
         """Return a product on the residual stream that every rank computes whole."""
-        ...
-
-    def to_heads(self, in_features: int, heads: int, width: int) -> nn.Module:
-        """Return a bias-free product whose outputs are whole heads, shared out over the ranks.
-
-        Its input has passed through ``enter``.
-        """
-        ...
-
-    def from_heads(
-        self, heads: int, width: int, out_features: int, *, bias: bool = False
-    ) -> nn.Module:
-        """Return a product whose inputs are the heads that ``to_heads`` makes."""
         ...
 
     def attend(
@@ -127,11 +118,15 @@ class Layers(Protocol):
 class PlainLayers:
     """PyTorch's own modules: the serial model."""
 
-    def column(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
+    def column(
+        self, in_features: int, out_features: int, *, unit: int = 1, bias: bool = False
+    ) -> nn.Module:
         """Return an ``nn.Linear``."""
         return nn.Linear(in_features, out_features, bias=bias)
 
-    def row(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
+    def row(
+        self, in_features: int, out_features: int, *, unit: int = 1, bias: bool = False
+    ) -> nn.Module:
         """Return an ``nn.Linear``."""
         return nn.Linear(in_features, out_features, bias=bias)
 
@@ -149,16 +144,6 @@ class PlainLayers:
     def whole(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
         """Return an ``nn.Linear``."""
         return nn.Linear(in_features, out_features, bias=bias)
-
-    def to_heads(self, in_features: int, heads: int, width: int) -> nn.Module:
-        """Return an ``nn.Linear``."""
-        return nn.Linear(in_features, heads * width, bias=False)
-
-    def from_heads(
-        self, heads: int, width: int, out_features: int, *, bias: bool = False
-    ) -> nn.Module:
-        """Return an ``nn.Linear``."""
-        return nn.Linear(heads * width, out_features, bias=bias)
 
     def attend(
         self,

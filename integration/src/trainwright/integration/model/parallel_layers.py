@@ -51,14 +51,19 @@ class TensorParallelLayers:
         self.sequence = sequence
         self._attend = attend
 
-    def column(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
+    def column(
+        self, in_features: int, out_features: int, *, unit: int = 1, bias: bool = False
+    ) -> nn.Module:
         """Return a column-parallel product that leaves the input gradient to ``enter``."""
-        cut = Cut.balanced(out_features, self.tp.size)
+        cut = Cut.balanced(out_features // unit, self.tp.size).scaled(unit)
         return self._column(in_features, out_features, cut, bias)
 
-    def row(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
+    def row(
+        self, in_features: int, out_features: int, *, unit: int = 1, bias: bool = False
+    ) -> nn.Module:
         """Return a row-parallel product; its output is summed over the ranks."""
-        return self._row(in_features, out_features, Cut.balanced(in_features, self.tp.size), bias)
+        cut = Cut.balanced(in_features // unit, self.tp.size).scaled(unit)
+        return self._row(in_features, out_features, cut, bias)
 
     def attention(self, shape: ModelShape) -> tuple[nn.Module, nn.Module, nn.Module, nn.Module]:
         """Return the products of attention, shared out by heads.
@@ -77,18 +82,6 @@ class TensorParallelLayers:
     def whole(self, in_features: int, out_features: int, *, bias: bool = False) -> nn.Module:
         """Return a product that is whole on every rank; ranks may see a part of its gradient."""
         return self._on_stream(nn.Linear(in_features, out_features, bias=bias))
-
-    def to_heads(self, in_features: int, heads: int, width: int) -> nn.Module:
-        """Return a column-parallel product of whole heads."""
-        cut = HeadLayout(heads, heads, width, self.tp.size).query_cut()
-        return self._column(in_features, heads * width, cut, False)
-
-    def from_heads(
-        self, heads: int, width: int, out_features: int, *, bias: bool = False
-    ) -> nn.Module:
-        """Return a row-parallel product over whole heads."""
-        cut = HeadLayout(heads, heads, width, self.tp.size).query_cut()
-        return self._row(heads * width, out_features, cut, bias)
 
     def attend(
         self,
