@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from trainwright.integration.report.reading import number
-from trainwright.integration.report.scales import Scale, short, tick_texts
+from trainwright.integration.report.scales import Scale, short
 from trainwright.pipeline_schedules import GENERATORS, Costs, Kind, ScheduleError, simulate
 
 COMPUTATIONS = ("F", "B", "I", "W")
@@ -38,6 +38,8 @@ class Bar:
     start_ms: float
     stop_ms: float
 
+
+_CLOCK = "Times are the host's on a CPU, those of the stream on an accelerator."
 
 Lanes = tuple[tuple[Bar, ...], ...]
 """For each rank of the pipeline what took its time."""
@@ -112,10 +114,10 @@ def draw_pipeline(measured: Lanes, ideal: Lanes, step: int) -> str:
 
 def _note(ideal: Lanes) -> str:
     if not ideal:
-        return "Times are of the host's clock."
+        return _CLOCK
     return (
         "Ideal is the schedule at the medians of the measured operations, with transfers that "
-        "take no time. Times are of the host's clock."
+        f"take no time. {_CLOCK}"
     )
 
 
@@ -194,7 +196,7 @@ def _lane(rank: int, lane: Sequence[Bar], top: float, axis: Scale) -> Iterator[s
 
 def _ticks(axis: Scale, top: float) -> Iterator[str]:
     ticks = axis.ticks(max(4, int((axis.stop - axis.start) / 110)))
-    for place, text in zip(map(axis.place, ticks), tick_texts(ticks), strict=True):
+    for place, text in zip(map(axis.place, ticks), (f"{t:,.5g}" for t in ticks), strict=True):
         yield f'<line class="axis" x1="{place:.1f}" x2="{place:.1f}" y1="{top - 6}" y2="{top}"/>'
         yield f'<text class="across" x="{place:.1f}" y="{top + 13}">{text}</text>'
 
