@@ -6,14 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.cli import main, parser
 from trainwright.integration.config import RunConfig
+from trainwright.integration.data import Corpus
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.fitting import check_fits
+from trainwright.integration.parts import assemble
+from trainwright.integration.recipe import StepRecord, train
 from trainwright.integration.settings.batch import BatchSettings, BatchSizes
 from trainwright.integration.settings.leaf import Kind
 from trainwright.integration.settings.options import written
@@ -260,3 +265,30 @@ def test_layers_of_stages_that_do_not_add_up_are_refused_with_the_numbers(
     with pytest.raises(ConfigError) as caught:
         parallel.layers_of_stages(46)
     assert message in str(caught.value)
+
+
+def test_a_pipeline_computes_the_same_whatever_layers_its_stages_have() -> None:
+    corpus = Corpus(
+        train=np.arange(600, dtype=np.uint8) % 50,
+        held_out=np.zeros(40, dtype=np.uint8),
+        files=1,
+        skipped=(),
+        source="numbers",
+    )
+
+    def work(world: Communicator, first: int | None) -> tuple[list[int], float]:
+        config = RunConfig.of(
+            layout="pp=2", steps=2, global_batch=2, sequence_length=8, first_stage_layers=first
+        )
+        parts = assemble(config, world, corpus)
+        records: list[StepRecord] = []
+        train(parts, parts.start(), [records.append])
+        layers = [len(stage.model.layers) for stage in parts.model.stages.values()]
+        return layers, records[-1].loss
+
+    even = LocalWorld(2).run(work, None)
+    uneven = LocalWorld(2).run(work, 1)
+
+    assert [layers for layers, _ in even] == [[2], [2]]
+    assert [layers for layers, _ in uneven] == [[1], [3]]
+    assert even[0][1] == uneven[0][1]
