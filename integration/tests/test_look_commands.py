@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -124,6 +125,35 @@ def test_an_exported_model_is_that_of_transformers_and_says_the_same(
         assert found["text"] == tokenizer.decode(found["tokens"], skip_special_tokens=False)
 
 
+def test_a_folder_is_trained_on_with_its_own_tokenizer_and_written_back(
+    summary: dict[str, Any],
+    exported: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    values = json.loads((exported / "config.json").read_text()) | {"eos_token_id": 0}
+    (tmp_path / "given").mkdir()
+    for path in exported.iterdir():
+        (tmp_path / "given" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "given" / "config.json").write_text(json.dumps(values))
+    (tmp_path / "given" / "generation_config.json").write_text("{}")
+    # At this rate an update changes nothing that could be seen.
+    arguments = ["--model", str(tmp_path / "given"), "--lr", "1e-30", "--steps", "1"]
+    arguments += ["--data", str(LICENSE), "--layout", "tp=2", "--out", str(tmp_path / "run")]
+
+    begun = json.loads(said(capsys, "train", *arguments, *SETTINGS[:-2], "--json"))
+
+    assert math.isclose(begun["held_out_loss"], summary["held_out_loss"], rel_tol=1e-9)
+    said(capsys, "export", str(tmp_path / "run"), str(tmp_path / "back"))
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        written = (tmp_path / "back" / name).read_text()
+        assert json.loads(written) == json.loads((tmp_path / "given" / name).read_text())
+    weights, back = (
+        load_file(folder / "model.safetensors") for folder in (exported, tmp_path / "back")
+    )
+    assert all(torch.equal(back[name], weight) for name, weight in weights.items())
+
+
 def test_a_text_ends_where_the_model_says_so(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +210,7 @@ def test_processes_continue_a_text_as_one_does(
     asked = ["generate", str(trained), "--prompt", "Licensor é", "--tokens", "12"]
     command = [sys.executable, "-m", "trainwright.integration", *asked, "--layout", "tp=2"]
 
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    finished = subprocess.run(command, capture_output=True, timeout=120, check=False)
 
-    assert (finished.returncode, finished.stderr) == (0, "")
-    assert finished.stdout == said(capsys, *asked)
+    assert (finished.returncode, finished.stderr) == (0, b"")
+    assert finished.stdout.decode() == said(capsys, *asked)
