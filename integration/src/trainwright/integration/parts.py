@@ -39,6 +39,7 @@ from trainwright.integration.stepping import (
     executors_by_count,
     make_schedule,
 )
+from trainwright.integration.stopping import NeverStop, Stop
 from trainwright.integration.vocabulary import check_vocabulary, shape_for
 from trainwright.pipeline_schedules.execute import PipelineExecutor
 from trainwright.precision import LossScaler
@@ -81,6 +82,7 @@ class Parts:
         scales: of the FP8 products.
         balance: of the experts, by biases.
         heads: of attention, clipped where their logits grow.
+        stop: whether the run ends before its last step.
         own: what else of yours is in checkpoints, by name: a schedule, a loss scaler; with the same
             state on every rank.
         generators: random generators of yours in checkpoints, of which each rank has its own.
@@ -103,6 +105,7 @@ class Parts:
     scales: ProductScales
     balance: ExpertBalance
     heads: HeadClipping
+    stop: Stop = attrs.field(factory=NeverStop)
     own: Mapping[str, Stateful] = attrs.field(factory=dict)
     generators: Mapping[str, torch.Generator] = attrs.field(factory=dict)
 
@@ -158,6 +161,7 @@ def assemble(
     journal: Journal | None = None,
     *,
     optimizer: Factory | OptimizerPlan | None = None,
+    stop: Stop | None = None,
 ) -> Parts:
     """Build every part of a run on this rank; all ranks call it together.
 
@@ -170,6 +174,7 @@ def assemble(
         optimizer: a function of parameter groups that returns an optimizer of ``torch.optim``, or a
             plan that says what another one has to see; None takes that of the settings. The
             learning rate is the settings', and so is the weight decay where they say one.
+        stop: whether the run ends before its last step; None makes all steps.
 
     Raises:
         ConfigError, DataError: settings, data and world do not fit, before any communication.
@@ -206,6 +211,7 @@ def assemble(
         counts_tokens=1.0 if schedule.num_stages - 1 in model.stages else 0.0,
         scaler=choose_scaler(config, model.pieces),
         scales=scales,
+        stop=NeverStop() if stop is None else stop,
         heads=heads,
         balance=ExpertBalance(mesh, tuple(stages.values()), config.model.expert_bias or 0.0),
     )

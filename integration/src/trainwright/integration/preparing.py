@@ -92,24 +92,32 @@ def _prepared_data(
 
 
 def prepared_by_first(
-    world: Communicator, begin: Callable[[], IO[str]], out: str, held: contextlib.ExitStack
-) -> str:
-    """Let the first rank make the run folder that all use; returns its name on every rank.
+    world: Communicator,
+    begin: Callable[[], tuple[IO[str], bool]],
+    out: str,
+    held: contextlib.ExitStack,
+) -> tuple[str, bool]:
+    """Let the first rank make the run folder that all use.
 
     Args:
         world: all ranks.
-        begin: calls `prepare`.
+        begin: calls `prepare`, and says whether a run is continued.
         out: the folder as this rank would name it.
         held: what the lock is held by.
+
+    Returns:
+        The folder's name, and whether the run there is continued, the same on every rank.
 
     Communicates: a broadcast of 4 KiB.
     """
     # Ranks that were started at different seconds would otherwise name different folders.
-    text = torch.zeros(MAX_PATH, dtype=torch.uint8)
+    text = torch.zeros(1 + MAX_PATH, dtype=torch.uint8)
     if world.rank == 0:
-        held.enter_context(begin())
-        encoded = out.encode()
-        text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        lock, continues = begin()
+        held.enter_context(lock)
+        encoded = bytearray([continues, *out.encode()])
+        text[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
     on_device = text.to(world.device)
     world.broadcast(on_device, 0).wait()
-    return bytes(on_device.cpu().tolist()).rstrip(b"\0").decode()
+    continued, *name = on_device.cpu().tolist()
+    return bytes(name).rstrip(b"\0").decode(), bool(continued)

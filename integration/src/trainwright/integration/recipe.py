@@ -11,7 +11,7 @@ from trainwright.integration.parts import Parts, Progress
 from trainwright.integration.recovering import guards_state, recovery_of
 from trainwright.pipeline_schedules.execute import StepResult
 from trainwright.sharding import StepTotals, one_norm
-from trainwright.stability_guards import Verdict, clip_, report_from_totals
+from trainwright.stability_guards import Verdict, clip_
 
 Observer = Callable[["StepRecord"], None]
 """Called on every rank after each step."""
@@ -47,7 +47,7 @@ class StepRecord:
 def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) -> None:
     """Train until ``parts.steps`` steps are made; ``progress`` says where to begin and moves along.
 
-    It moves back where the guards ask for a rollback.
+    It moves back where guards ask for a rollback, and ends earlier where the ranks agree to stop.
 
     Raises:
         HaltError: the guards stopped the run; every rank raises it at the same step.
@@ -59,7 +59,7 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
     """
     recovery = recovery_of(parts, progress)
     recovery.begin(progress.step)
-    while progress.step < parts.steps:
+    while progress.step < parts.steps and not parts.stop.agreed:
         started = time.perf_counter()
         made = progress.step + 1
         batch = parts.feed.next_batch()
@@ -74,10 +74,10 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
             parts.model.pieces.values(),
             loss_sum=result.loss_sum,
             tokens=batch.tokens * parts.counts_tokens,
+            verdict=parts.stop.level,
+            num_verdicts=parts.stop.num_levels,
         )
-        report = report_from_totals(
-            progress.step, totals, loss_scale=scale, signals=parts.signals.heard()
-        )
+        report = parts.stop.read(progress.step, totals, scale, parts.signals.heard())
         parts.scaler.unscale_(parts.optimizer, non_finite=totals.non_finite)
         verdict = recovery.judge(report, progress.updates)
         lr = _OUTCOMES[verdict](parts, progress, totals)

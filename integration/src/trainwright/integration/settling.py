@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,10 @@ def to_standard_error(note: str) -> None:
 
 
 def settle(
-    options: argparse.Namespace, tell: Callable[[str], None] = to_standard_error
+    options: argparse.Namespace,
+    tell: Callable[[str], None] = to_standard_error,
+    *,
+    decides: bool = True,
 ) -> tuple[RunConfig, str, bool]:
     """Return the settings, the run folder and whether a run is continued.
 
@@ -37,6 +40,8 @@ def settle(
     Args:
         options: as parsed.
         tell: is given a line on each key of DeepSpeed that has no effect.
+        decides: whether this process decides for all ranks if ``--elastic`` finds a run in the
+            folder; else the first rank does, later, by `continues`.
 
     Raises:
         ConfigError, RunFolderError: options contradict each other, or no run is there to resume.
@@ -44,6 +49,8 @@ def settle(
     given = _said(options, tell)
     resume = getattr(options, "resume", None)
     out = getattr(options, "out", None)
+    if resume is None and out is not None and decides and continues(options, out):
+        resume = out
     if resume is None:
         return (
             _reading_its_tokens(RunConfig.of(**given)),
@@ -53,6 +60,34 @@ def settle(
     if out is not None and Path(out).resolve() != Path(resume).resolve():
         raise ConfigError(f"--out {out} contradicts --resume {resume}; a resumed run stays there")
     stored = RunFolder(Path(resume)).config()
+    check_continuable(stored, given)
+    return stored.evolve(**given), resume, True
+
+
+def continues(options: argparse.Namespace, out: str) -> bool:
+    """Whether the run that the folder holds is continued.
+
+    Raises:
+        ConfigError, RunFolderError: there is one, and what was asked for would be another.
+    """
+    if hasattr(options, "resume"):
+        return True
+    if not getattr(options, "elastic", False) or not RunFolder(Path(out)).holds_run:
+        return False
+    check_continuable(RunFolder(Path(out)).config(), _said(options, lambda note: None))
+    return True
+
+
+def check_continuable(stored: RunConfig, given: Mapping[str, Any]) -> None:
+    """Check that a run may go on with other settings.
+
+    Args:
+        stored: those of the run.
+        given: the leaves that are asked for.
+
+    Raises:
+        ConfigError: one of them would make another run of it.
+    """
     before = stored.leaves()
     for name in ("seed", "sequence_length"):
         if name in given and given[name] != before[name]:
@@ -62,7 +97,6 @@ def settle(
             )
     _check_same_scaling(stored.dtype, given.get("dtype", stored.dtype))
     _check_same_optimizer(before["optimizer"], given.get("optimizer", before["optimizer"]))
-    return stored.evolve(**given), resume, True
 
 
 def worker_arguments(config: RunConfig, out: str, resume: bool, as_json: bool) -> list[str]:
@@ -91,8 +125,8 @@ def allow_other_data(options: argparse.Namespace) -> bool:
         ConfigError: no run is continued.
     """
     allowed = getattr(options, "allow_other_data", False)
-    if allowed and not hasattr(options, "resume"):
-        raise ConfigError("--allow-other-data has no effect without --resume")
+    if allowed and not (hasattr(options, "resume") or hasattr(options, "elastic")):
+        raise ConfigError("--allow-other-data has no effect without --resume or --elastic")
     return bool(allowed)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Protocol
 
 import attrs
+import torch
 
 from trainwright.sharding import StepTotals
 from trainwright.stability_guards import Report, Verdict, report_from_totals
@@ -17,6 +19,13 @@ STOPPED = 75
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What ends a run with ``--save-on-signal``: what Slurm, Kubernetes and torchrun send first."""
+
+
+ASKED = "asked_to_stop"
+"""The signal of a report that says how many ranks were asked to stop."""
+
+Heard = Mapping[str, float | torch.Tensor]
+"""Numbers by name that reports bring beside the totals."""
 
 
 class Stop(Protocol):
@@ -41,7 +50,9 @@ class Stop(Protocol):
         """Whether all ranks end after the step whose totals were read last."""
         ...
 
-    def read(self, step: int, totals: StepTotals, loss_scale: float) -> Report:
+    def read(
+        self, step: int, totals: StepTotals, loss_scale: float, signals: Heard | None = None
+    ) -> Report:
         """Return the report of a step of its totals, and hear what the ranks say of stopping."""
         ...
 
@@ -74,9 +85,11 @@ class NeverStop:
     num_levels = len(Verdict)
     agreed = False
 
-    def read(self, step: int, totals: StepTotals, loss_scale: float) -> Report:
+    def read(
+        self, step: int, totals: StepTotals, loss_scale: float, signals: Heard | None = None
+    ) -> Report:
         """Return the report."""
-        return report_from_totals(step, totals, loss_scale=loss_scale)
+        return report_from_totals(step, totals, loss_scale=loss_scale, signals=signals)
 
 
 @attrs.define
@@ -101,21 +114,24 @@ class StopWhenAsked:
         """Whether some rank was asked before it gave its part of the last reduction."""
         return self._agreed
 
-    def read(self, step: int, totals: StepTotals, loss_scale: float) -> Report:
+    def read(
+        self, step: int, totals: StepTotals, loss_scale: float, signals: Heard | None = None
+    ) -> Report:
         """Return the report, without the level that is not a verdict."""
         verdicts, asking = totals.verdicts[:-1], totals.verdicts[-1]
         report = report_from_totals(
             step,
             attrs.evolve(totals, verdicts=verdicts),
             loss_scale=loss_scale,
-            signals={"asked_to_stop": asking},
+            signals={**(signals or {}), ASKED: asking},
         )
-        self._agreed = self._agreed or report.signals["asked_to_stop"] > 0
+        self._agreed = self._agreed or report.signals[ASKED] > 0
         return report
 
 
-def stop_on_signals(numbers: Iterable[signal.Signals] = SIGNALS) -> StopWhenAsked:
-    """Return what is asked by these signals, from now on; for the main thread of a process.
+@contextlib.contextmanager
+def stop_on_signals(numbers: Iterable[signal.Signals] = SIGNALS) -> Iterator[StopWhenAsked]:
+    """Let these signals ask for the end of a run meanwhile; for the main thread of a process.
 
     The second signal of a kind does what it would have done without this: it ends the process, also
     one that waits for a peer that has gone.
@@ -127,4 +143,8 @@ def stop_on_signals(numbers: Iterable[signal.Signals] = SIGNALS) -> StopWhenAske
         signal.signal(number, before[signal.Signals(number)])
 
     before = {number: signal.signal(number, heard) for number in numbers}
-    return stop
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
@@ -24,6 +25,7 @@ from trainwright.integration.recipe import Observer, StepRecord, train
 from trainwright.integration.replica_check import ReplicaCheck
 from trainwright.integration.run_folder import DATA, JOURNAL, WRITER, RunFolder
 from trainwright.integration.saver import Saver
+from trainwright.integration.stopping import Stop, Stopped
 from trainwright.integration.training_state import restore_state
 from trainwright.integration.watching import Watch, watching
 from trainwright.stability_guards import HaltError, Verdict, shared_journal
@@ -32,7 +34,9 @@ PATIENCE_S = 30.0
 """How long a run waits for the ranks of one whose starter was killed."""
 
 
-def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summary:
+def run(
+    world: Communicator, config: RunConfig, out: str, resume: bool, stop: Stop | None = None
+) -> Summary | Stopped:
     """Train on this rank and return the summary, the same on every rank.
 
     Args:
@@ -40,6 +44,7 @@ def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summa
         config: the settings.
         out: the run folder; it has been created, or is resumed.
         resume: whether to continue from the newest checkpoint.
+        stop: what may end the run early, saved and with nothing more to say.
     """
     folder = RunFolder(Path(out))
     with contextlib.ExitStack() as held:
@@ -48,7 +53,7 @@ def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summa
         data = open_data(folder.path / DATA)
         check_same_data(world, data)
         journal = shared_journal(folder.path / JOURNAL, world)
-        parts = assemble(config, world, data, journal=journal)
+        parts = assemble(config, world, data, journal=journal, stop=stop)
         held.callback(parts.feed.close)
         check_same_guards(world, parts)
         saver = _open(folder, parts, resume)
@@ -58,6 +63,8 @@ def run(world: Communicator, config: RunConfig, out: str, resume: bool) -> Summa
             watching(parts, saver.progress, folder, lambda: _held_out(parts, data))
         )
         last = _train(saver, watch)
+        if parts.stop.agreed and saver.progress.step < parts.steps:
+            return _end_early(saver, folder, last)
         saver.finish()
         summary = finish(parts, saver.progress, folder, data, last)
         watch.ended(attrs.asdict(summary))
@@ -136,7 +143,7 @@ def _train(saver: Saver, watch: Watch) -> list[StepRecord]:
     looking: list[Observer] = [keep, *watch.observers, check, *warnings_of(parts)]
     with pulse(parts.mesh.world.rank) as beat:
         train(parts, saver.progress, [*looking, beat, saver])
-    if last and last[0].verdict is not Verdict.CONTINUE and not _bears_skip(parts, last[0].loss):
+    if not parts.stop.agreed and not _is_sound(parts, last):
         reason = parts.journal.entries[-1].reason
         raise HaltError(f"{reason}; the run ended on skipped steps, which are not saved")
     return last
@@ -148,9 +155,19 @@ def _held_out(parts: Parts, data: Data) -> float:
     return evaluate(parts, rows.tokens_NS, rows.labels_NS, rows.documents_NS)
 
 
-def _bears_skip(parts: Parts, loss: float) -> bool:
-    """Whether a skipped step has left a state worth keeping.
+def _is_sound(parts: Parts, last: Sequence[StepRecord]) -> bool:
+    """Whether the last step has left a state worth keeping.
 
     Gradients of scaled losses may overflow in a healthy run; its weights stay as they were.
     """
-    return may_overflow(parts.scaler) and math.isfinite(loss)
+    if not last or last[0].verdict is Verdict.CONTINUE:
+        return True
+    return may_overflow(parts.scaler) and math.isfinite(last[0].loss)
+
+
+def _end_early(saver: Saver, folder: RunFolder, last: Sequence[StepRecord]) -> Stopped:
+    if _is_sound(saver.parts, last):
+        saver.finish()
+    else:  # the checkpoint before it is the one to go on from
+        saver.store.close()
+    return Stopped(saver.progress.step, saver.saved, str(folder.path))
