@@ -32,7 +32,11 @@ def opened(folder: Path) -> Any:
     ).eval()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+SAMPLE = ("llama3", "gpt2", "qwen2-moe", "deepseek-yarn")
+EACH = [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.long) for name in CONFIGS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_logits_are_those_of_transformers_and_go_home_bit_for_bit(
     name: str, tmp_path: Path
 ) -> None:
@@ -57,8 +61,8 @@ def test_logits_are_those_of_transformers_and_go_home_bit_for_bit(
     ("name", "layout", "changes"),
     [
         ("gpt2", "dp=2,tp=2,pp=2", {"zero": 3}),
-        ("llama-biased", "tp=4,pp=2", {"zero": 0}),
-        ("qwen2-moe", "dp=2,tp=2,pp=2,ep=2", {"zero": 2}),
+        pytest.param("llama-biased", "tp=4,pp=2", {"zero": 0}, marks=pytest.mark.long),
+        pytest.param("qwen2-moe", "dp=2,tp=2,pp=2,ep=2", {"zero": 2}, marks=pytest.mark.long),
         ("dots1", "dp=2,pp=2,ep=2", {"zero": 1}),
     ],
 )

@@ -34,7 +34,7 @@ GPT2 = attrs.evolve(
     tied=True,
 )
 QWEN3 = attrs.evolve(SHORT, qk_norm=True, head_features=6)
-QWEN2 = attrs.evolve(SHORT, qkv_bias=True, rope_scaling=Llama3Scaling(4, 1, 4, 12))
+QWEN2 = attrs.evolve(SHORT, qkv_bias=True, qk_norm=True, rope_scaling=Llama3Scaling(4, 1, 4, 12))
 BIASED = attrs.evolve(SHORT, qkv_bias=True, output_bias=True, mlp_bias=True, activation="gelu")
 QWEN_MOE = attrs.evolve(
     SPARSE,
@@ -67,9 +67,7 @@ SHAPES = {
 }
 SAMPLE: list[tuple[str, str, dict[str, object]]] = [
     ("gpt2", "tp=2,pp=2", {"microbatches": 2, "zero": 3, "sequence_parallel": True}),
-    ("qwen3", "dp=2,tp=3", {"zero": 1, "recompute": "full"}),
     ("qwen2", "tp=3,cp=2", {"zero": 2, "sequence_parallel": True}),
-    ("qwen-moe", "dp=2,tp=2,ep=2", {"zero": 2, "sequence_parallel": True}),
     ("latent", "tp=2,pp=2,ep=2,etp=1", {"microbatches": 2, "zero": 3, "sequence_parallel": True}),
 ]
 DENSE: list[tuple[str, dict[str, object]]] = [
