@@ -90,7 +90,7 @@ class Feed:
     ) -> None:
         self._reader = reader
         self._sizes = sizes
-        self._reading = ReadAhead(self._draw, ahead, workers=WORKERS)
+        self._reading = ReadAhead(self._begin, ahead, workers=WORKERS)
         self._data = data
         self._part = part
         self._positions_S = part.positions()
@@ -160,9 +160,13 @@ class Feed:
         sizes = () if self._sizes is None else self._sizes(self._reader.consumed)
         return functools.partial(self._reader.read, self._reader.draw(*sizes))
 
-    def _start(self) -> tuple[Batch, torch.Tensor, Work]:
-        whole = self._reading.next()
-        batch = attrs.evolve(
+    def _begin(self) -> Callable[[], Batch]:
+        return functools.partial(self._part_of, self._draw())
+
+    def _part_of(self, read: Callable[[], Batch]) -> Batch:
+        """Read a batch and take this rank's positions; any thread may."""
+        whole = read()
+        return attrs.evolve(
             whole,
             tokens_MBS=self._part.take(whole.tokens_MBS),
             labels_MBS=self._part.take(whole.labels_MBS),
@@ -170,5 +174,8 @@ class Feed:
             if whole.ordinals_MBS is None
             else self._part.take(whole.ordinals_MBS),
         )
+
+    def _start(self) -> tuple[Batch, torch.Tensor, Work]:
+        batch = self._reading.next()
         count = torch.tensor([batch.valid_tokens], dtype=torch.int64, device=self._data.device)
         return batch, count, self._data.all_reduce(count)
