@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import transformers
 
 from tests.hugging_face_models import CONFIGS
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.flops import Products
 from trainwright.integration.hugging_face import read_config, read_shape, write_config
 from trainwright.integration.hugging_face.config import understand
+from trainwright.integration.hugging_face.loading import parameter_shapes
 from trainwright.integration.model import PRESETS, ExpertShape, ModelShape
 from trainwright.sharding.expert import Routing
 
@@ -57,6 +60,16 @@ def test_what_is_written_of_a_shape_is_read_as_it_again(name: str) -> None:
         assert understand(values).shape == shape
     assert values["bos_token_id"] == 7
     assert values["model_type"] == config_of(name)["model_type"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_parameters_of_every_family_are_counted(name: str) -> None:
+    shape = understand(config_of(name)).shape
+    sizes = parameter_shapes(shape)
+    counted = [n for key, n in sizes.items() if not key.endswith("e_score_correction_bias")]
+
+    assert shape.num_parameters == sum(math.prod(size) for size in counted)
+    assert Products.of(shape).vectors >= 0
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny-tied", "small", "base"])

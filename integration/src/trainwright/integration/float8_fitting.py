@@ -38,6 +38,11 @@ def check_float8(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
         )
     if mesh.tp == 1:
         return
+    if shape.latent is not None:
+        raise ConfigError(
+            f"--dtype {config.dtype}: tp={mesh.tp} ranks do not cut the latent attention of model "
+            f"{model} at blocks of its operands; {_WITHOUT}, and tp=1 cuts nothing"
+        )
     block = BLOCKS[config.dtype]
     for what, cut in _cuts(shape, mesh.tp).items():
         edge = _edge_within_a_block(cut, block)

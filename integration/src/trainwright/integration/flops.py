@@ -83,10 +83,16 @@ class Products:
             others = (routing.num_experts - routing.top_k) * width
             num_experts = routing.num_experts
         sparse, table = shape.layers - dense, shape.vocabulary * shape.width
+        attention, scored = 2 * shape.width * (queries + keys), 2 * queries
+        if shape.latent is not None:
+            latent, heads = shape.latent, shape.heads
+            norms = latent.keys + (latent.queries or 0)
+            attention = latent.num_parameters(shape.width, heads, False) - norms
+            scored = heads * (latent.key_width + latent.values)
         products = cls(
-            attention=shape.layers * 2 * shape.width * (queries + keys),
+            attention=shape.layers * attention,
             feed_forward=shape.width * (dense * matrices * shape.mlp_width + sparse * 3 * chosen),
-            scores=(Scores(shape.layers, 2 * queries, shape.window),),
+            scores=(Scores(shape.layers, scored, shape.window),),
             head=table,
             table=0 if shape.tied else table,
             router=sparse * num_experts * shape.width,
