@@ -43,7 +43,7 @@ LAYOUTS = [
 
 def _config(**changes: Any) -> RunConfig:
     # 16 sequences of 16 bytes: the second epoch begins within the third step.
-    base = RunConfig.of(steps=STEPS, global_batch=8, sequence_length=15, warmup=2)
+    base = RunConfig.of(steps=STEPS, global_batch=8, microbatches=2, sequence_length=15, warmup=2)
     return base.evolve(**changes)
 
 
