@@ -157,12 +157,13 @@ def test_a_run_that_ends_while_its_loss_scale_falls_is_kept_and_goes_on_falling(
     folder = tmp_path / "falling"
     made = []
 
-    def steep(**options: Any) -> DynamicLossScaler:
-        made.append(DynamicLossScaler(2.0**40, **options))
+    def kept(*values: Any, **options: Any) -> DynamicLossScaler:
+        made.append(DynamicLossScaler(*values, **options))
         return made[-1]
 
-    monkeypatch.setattr(numerics, "DynamicLossScaler", steep)
-    begun = ["train", *SMALL, "--dtype", "float16", "--data", str(data), "--out", str(folder)]
+    monkeypatch.setattr(numerics, "DynamicLossScaler", kept)
+    steep = ["--dtype", "float16", "--initial-scale", str(2.0**40)]
+    begun = ["train", *SMALL, *steep, "--data", str(data), "--out", str(folder)]
     going = ["train", "--threads-as-ranks", "--resume", str(folder), "--steps", "5"]
 
     assert main([*begun, "--steps", "3"]) == 0
