@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.sampling import Sampling
@@ -23,19 +22,32 @@ ROWS = torch.arange(2)
     seed=st.integers(0, 2**31),
 )
 @example(temperature=1.0, top_k=1, top_p=0.05, seed=0)
-def test_probabilities_are_those_of_transformers(
+def test_probabilities_are_those_of_the_likeliest_tokens_one_after_another(
     temperature: float, top_k: int | None, top_p: float, seed: int
 ) -> None:
     logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    wanted = TemperatureLogitsWarper(temperature)(None, logits)
-    if top_k is not None:
-        wanted = TopKLogitsWarper(top_k)(None, wanted)
-    if top_p < 1:
-        wanted = TopPLogitsWarper(top_p)(None, wanted)
+    wanted = torch.stack([_shares(row, temperature, top_k, top_p) for row in logits])
 
     found = Sampling(temperature, top_k, top_p).shares(logits)
 
-    torch.testing.assert_close(found, wanted.softmax(1), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
+
+
+def _shares(
+    logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float
+) -> torch.Tensor:
+    weights = [math.exp(float(logit) / temperature) for logit in logits]
+    likeliest = sorted(range(len(weights)), key=lambda token: -weights[token])[:top_k]
+    kept: list[int] = []
+    while likeliest and sum(weights[token] for token in kept) < top_p * sum(
+        weights[token] for token in [*kept, *likeliest]
+    ):
+        kept.append(likeliest.pop(0))
+    total = sum(weights[token] for token in kept)
+    return torch.tensor(
+        [weight / total if token in kept else 0.0 for token, weight in enumerate(weights)],
+        dtype=torch.float64,
+    )
 
 
 def test_tokens_come_as_often_as_they_should_and_banned_ones_never() -> None:
