@@ -60,6 +60,9 @@ def test_the_batch_stays_and_no_rank_holds_more_than_before(work: Workload, rank
     assert found.ranks == max(shape.world_size for shape in possible)
     assert found.global_batch == work.global_batch
     assert found.rows <= work.rows
+    if work.layout.dp_shard is not None:
+        assert found.layout.dp_shard is not None
+        assert found.layout.dp_shard >= min(work.layout.dp_shard, found.layout.dp)
     for axis in ("pp", "cp", "tp", "ep", "etp"):
         assert getattr(found.layout, axis) == getattr(work.layout, axis)
 
