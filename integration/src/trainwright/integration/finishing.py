@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from trainwright.collectives import Communicator
 from trainwright.integration.data import IGNORE, Data, Rows, Tokenizer, fit_ngrams
+from trainwright.integration.data.preparation import READING_S
 from trainwright.integration.evaluation import evaluate
 from trainwright.integration.generation import continuations
 from trainwright.integration.parts import Parts, Progress
@@ -20,6 +20,7 @@ from trainwright.integration.plot import plot_loss
 from trainwright.integration.recipe import StepRecord
 from trainwright.integration.run_folder import RunFolder
 from trainwright.integration.sampling import Sampling
+from trainwright.integration.strict_json import strict_json
 
 PROMPT = b"\ndef "
 
@@ -90,11 +91,7 @@ def finish(
 def report(summary: Summary, as_json: bool) -> None:
     """Print the summary for a person, or as one JSON object."""
     if as_json:
-        values = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in attrs.asdict(summary).items()
-        }
-        sys.stdout.write(json.dumps(values, allow_nan=False) + "\n")
+        sys.stdout.write(strict_json(attrs.asdict(summary)) + "\n")
         return
     held_out = f"\nheld-out loss {summary.held_out_loss:.3f} nats a "
     if summary.bigram_loss is not None and summary.trigram_loss is not None:
@@ -153,5 +150,5 @@ def _baselines(world: Communicator, data: Data, rows: Rows) -> tuple[float, floa
     if world.rank == 0:
         sequences = torch.cat((rows.tokens_NS[:, :1], rows.labels_NS), dim=1)
         losses.copy_(torch.tensor(fit_ngrams(stream).losses(sequences.numpy().astype(np.uint8))))
-    world.broadcast(losses, 0).wait()
+    world.broadcast(losses, 0, timeout_s=READING_S).wait()
     return float(losses[0]), float(losses[1])

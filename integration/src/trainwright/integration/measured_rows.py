@@ -25,6 +25,7 @@ from trainwright.integration.data import (
     spread,
 )
 from trainwright.integration.data.learned import FILE, LearnedTokenizer
+from trainwright.integration.data.preparation import READING_S
 from trainwright.integration.data.tokenizer import Tokenizer
 from trainwright.integration.errors import DataError, TrainwrightError
 from trainwright.integration.run_folder import DATA
@@ -150,7 +151,8 @@ def shared_slices(world: Communicator, mine: Iterator[Rows] | None) -> Iterator[
         header = torch.zeros(3, dtype=torch.int64, device=world.device)
         if rows is not None:
             count, length = rows.tokens_NS.shape
-            header += torch.tensor([2 + (rows.documents_NS is not None), count, length])
+            kinds = 2 + (rows.documents_NS is not None)
+            header.copy_(torch.tensor([kinds, count, length]))
         world.broadcast(header, 0).wait()
         kinds, count, length = (int(size) for size in header.tolist())
         if not kinds:
@@ -165,13 +167,10 @@ def shared_slices(world: Communicator, mine: Iterator[Rows] | None) -> Iterator[
 
 
 def agreed(world: Communicator, error: TrainwrightError | None) -> None:
-    """Raise on every rank what the first one has met, if anything.
+    """Raise on every rank the error that the first one has met while it read for all, if any.
 
-    Communicates: one broadcast of the message.
+    Communicates: what `broadcast_object` does; the others wait for up to `READING_S`.
     """
-    told = None if error is None else (type(error).__name__, str(error))
-    found = broadcast_object(world, told, root=0)
-    if error is not None:
-        raise error
+    found: TrainwrightError | None = broadcast_object(world, error, root=0, timeout_s=READING_S)
     if found is not None:
-        raise DataError(found[1])
+        raise found

@@ -9,18 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-import torch
-
-from trainwright.collectives import Communicator
+from trainwright.collectives import Communicator, broadcast_object
+from trainwright.integration.aside import write_aside
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Dataset, prepare_data
 from trainwright.integration.data.learned import FILE, LearnedTokenizer
-from trainwright.integration.data.preparation import find_sources, left_there
+from trainwright.integration.data.preparation import READING_S, find_sources, left_there
 from trainwright.integration.errors import TrainwrightError
 from trainwright.integration.run_folder import CONFIG, DATA, RunFolder
 from trainwright.integration.settings.resolved import resolved
-
-MAX_PATH = 4096
 
 
 def prepare(config: RunConfig, out: str, resume: bool, other_data: bool = False) -> IO[str]:
@@ -87,7 +84,7 @@ def _prepared_data(
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     if isinstance(data.tokenizer, LearnedTokenizer):
-        (folder.path / FILE).write_text(data.tokenizer.content, encoding="utf-8")
+        write_aside(folder.path / FILE, data.tokenizer.content)
     return data
 
 
@@ -108,16 +105,13 @@ def prepared_by_first(
     Returns:
         The folder's name, and whether the run there is continued, the same on every rank.
 
-    Communicates: a broadcast of 4 KiB.
+    Communicates: what `broadcast_object` does; the others wait for up to `READING_S`.
     """
     # Ranks that were started at different seconds would otherwise name different folders.
-    text = torch.zeros(1 + MAX_PATH, dtype=torch.uint8)
+    made = None
     if world.rank == 0:
         lock, continues = begin()
         held.enter_context(lock)
-        encoded = bytearray([continues, *out.encode()])
-        text[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
-    on_device = text.to(world.device)
-    world.broadcast(on_device, 0).wait()
-    continued, *name = on_device.cpu().tolist()
-    return bytes(name).rstrip(b"\0").decode(), bool(continued)
+        made = (out, continues)
+    found: tuple[str, bool] = broadcast_object(world, made, root=0, timeout_s=READING_S)
+    return found

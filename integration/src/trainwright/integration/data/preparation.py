@@ -45,6 +45,9 @@ from trainwright.integration.data.token_file import written_tokens
 from trainwright.integration.data.tokenizer import BYTES, Tokenizer
 from trainwright.integration.errors import ConfigError, DataError
 
+READING_S = 24 * 3600.0
+"""How long ranks wait for the one that reads for all: much text is tokenised for hours."""
+
 
 @attrs.frozen(eq=False)
 class Found:
