@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from trainwright.integration.aside import write_aside
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.settings import (
     ActivationSettings,
@@ -117,9 +118,7 @@ class RunConfig:
 
     def save(self, path: Path) -> None:
         """Write the settings as JSON, aside and then renamed."""
-        aside = path.with_suffix(".tmp")
-        aside.write_text(self.text())
-        aside.replace(path)
+        write_aside(path, self.text())
 
     @classmethod
     def read_leaves(cls, path: Path) -> dict[str, Any]:

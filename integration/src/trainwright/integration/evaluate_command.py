@@ -24,6 +24,7 @@ from trainwright.integration.looking import add_place, settings_for
 from trainwright.integration.measured_rows import agreed, all_of, held_out_of, shared_slices
 from trainwright.integration.places import Place, RunPlace, open_place
 from trainwright.integration.starting import run_on_ranks, work_in_process
+from trainwright.integration.strict_json import strict_json
 
 
 @attrs.frozen
@@ -110,10 +111,7 @@ class _Counts:
                 "sequences": self._sequences,
                 "model": loaded,
             }
-            finite = {
-                k: None if v in (math.inf, -math.inf) or v != v else v for k, v in values.items()
-            }
-            return json.dumps(finite, allow_nan=False) + "\n"
+            return strict_json(values) + "\n"
         by_byte = "" if bits is None else f", {bits:.4f} bits a byte"
         return (
             f"loss {losses.mean:.4f} nats a token, perplexity {perplexity:.2f}{by_byte}\n"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trainwright.integration.aside import write_aside
 from trainwright.integration.errors import RunFolderError
 from trainwright.integration.report import page, read_run
 
@@ -32,10 +33,8 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(options.run)
     out = folder / "report.html" if options.out is None else Path(options.out)
     text = page(read_run(folder))
-    aside = out.with_name(out.name + ".tmp")
     try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(out)
+        write_aside(out, text)
     except OSError as error:
         raise RunFolderError(f"cannot write the report {out}: {error}") from error
     sys.stdout.write(f"{out}\n")

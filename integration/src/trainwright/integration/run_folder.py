@@ -14,6 +14,7 @@ from typing import IO
 
 import attrs
 
+from trainwright.integration.aside import write_aside
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import RunFolderError
 
@@ -217,10 +218,7 @@ class RunFolder:
         return steps, [losses[step] for step in steps]
 
     def _identify(self, identity: Identity) -> None:
-        path = self.path / IDENTITY
-        aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(attrs.asdict(identity), indent=2) + "\n")
-        aside.replace(path)
+        write_aside(self.path / IDENTITY, json.dumps(attrs.asdict(identity), indent=2) + "\n")
 
 
 def _locked(file: IO[str]) -> bool:
@@ -245,9 +243,7 @@ def _cut(path: Path, step: int, first: Callable[[list[str]], None] = lambda line
     if taken:
         first(taken)
     if taken or not text.endswith("\n"):
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(kept))
-        aside.replace(path)
+        write_aside(path, "".join(kept))
 
 
 def _step_of(line: str) -> float:

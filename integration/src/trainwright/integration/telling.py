@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ import attrs
 
 from trainwright.integration.flops import utilization
 from trainwright.integration.recipe import StepRecord
+from trainwright.integration.strict_json import strict_json
 from trainwright.stability_guards import Journal, Verdict
 
 
@@ -109,7 +108,7 @@ class JsonLines:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a line; NaN and infinity are written as null."""
-        self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
+        self._file.write(strict_json(row) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -157,14 +156,3 @@ class MetricsFile:
         if seconds is not None:
             row["evaluate_s"] = seconds
         self.lines.write(row)
-
-
-def finite(value: Any) -> Any:
-    """Return plain data without NaN and infinity, which JSON has not: None in their place."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    return value

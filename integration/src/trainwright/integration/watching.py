@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
+from trainwright.integration.aside import write_aside
 from trainwright.integration.devices import device_of
 from trainwright.integration.display import display
 from trainwright.integration.evaluating import EvaluateEvery
@@ -24,12 +23,12 @@ from trainwright.integration.parts import Parts, Progress
 from trainwright.integration.recipe import Observer
 from trainwright.integration.recovering import describe_snapshots
 from trainwright.integration.run_folder import ABOUT, MEASURED, SUMMARY, TENSORBOARD, RunFolder
+from trainwright.integration.strict_json import strict_json
 from trainwright.integration.telling import (
     JsonLines,
     Pace,
     Telling,
     Watcher,
-    finite,
     metrics_file,
 )
 from trainwright.integration.tensorboard import tensorboard_events
@@ -58,7 +57,7 @@ class Watch:
         """Tell of the held-out loss that the run ended with, and keep its summary."""
         self.evaluated(summary["steps"], summary["held_out_loss"])
         if self.telling is not None:
-            _write(self.folder.path / SUMMARY, summary)
+            write_aside(self.folder.path / SUMMARY, strict_json(summary, indent=2) + "\n")
 
 
 @contextmanager
@@ -84,7 +83,7 @@ def watching(
         if parts.mesh.world.rank == 0:
             sys.stderr.write(f"{describe_snapshots(parts, progress)}\n")
             folder.rewind(progress.step)
-            _write(folder.path / ABOUT, about(parts))
+            write_aside(folder.path / ABOUT, strict_json(about(parts), indent=2) + "\n")
             telling = Telling(
                 _watchers(parts, progress, folder, opened),
                 pace_of(parts),
@@ -164,9 +163,3 @@ def about(parts: Parts) -> dict[str, Any]:
         "torch": torch.__version__,
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-
-
-def _write(path: Path, values: Mapping[str, Any]) -> None:
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(finite(values), indent=2, allow_nan=False) + "\n")
-    aside.replace(path)

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import numpy as np
 
+from trainwright.integration.aside import write_aside
 from trainwright.integration.data.dataset import Dataset
 from trainwright.integration.data.learned import FILE, LearnedTokenizer, make_tokenizer
 from trainwright.integration.data.token_file import map_token_file, sync_folder
@@ -177,10 +178,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write it, aside and then renamed; with it the folder holds prepared data."""
-        aside = folder / f"{MANIFEST}.tmp"
         values = {"format": FORMAT, **attrs.asdict(self)}
-        aside.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        aside.replace(folder / MANIFEST)
+        write_aside(folder / MANIFEST, json.dumps(values, indent=2) + "\n")
         sync_folder(folder)
 
 
