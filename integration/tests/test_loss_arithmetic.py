@@ -169,8 +169,9 @@ def test_samples_that_fill_no_batch_are_read_with_those_of_the_next_epoch() -> N
     assert math.isclose(total, 2 * sum(map(sum, losses)), rel_tol=1e-15)
 
 
-def test_a_batch_without_any_valid_token_is_skipped_and_leaves_no_trace() -> None:
-    layout = {"layout": "dp=2,pp=2", "microbatches": 2, "zero": 3}
+@pytest.mark.parametrize("guards", ["default", "none"])
+def test_a_batch_without_any_valid_token_is_skipped_and_leaves_no_trace(guards: str) -> None:
+    layout = {"layout": "dp=2,pp=2", "microbatches": 2, "zero": 3, "guards": guards}
     counted = [[4], [1, 1, 2], [3], []]
 
     def ends(losses: Losses, steps: int) -> Any:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from trainwright.stability_guards import (
+    EmptyStepGuard,
     Guard,
     GuardError,
     LocalVerdictGuard,
@@ -24,6 +25,7 @@ GUARDS = {
     "non-finite": NonFiniteGuard(2),
     "strict": NonFiniteGuard(0),
     "local": LocalVerdictGuard(),
+    "empty": EmptyStepGuard(),
     "never": never(),
     "both": any_of(LocalVerdictGuard(), NonFiniteGuard(1)),
 }
@@ -164,3 +166,13 @@ def test_a_limit_that_is_no_count_is_refused(limit):
 def test_a_report_with_a_count_that_is_none_is_refused(entry):
     with pytest.raises(GuardError, match=f"{next(iter(entry))} must be a whole number"):
         Report(**{"step": 0, "loss": 1.0, "norm": 1.0, **entry})
+
+
+def test_of_all_faults_an_empty_step_guard_skips_only_steps_without_tokens() -> None:
+    guard = EmptyStepGuard()
+
+    verdicts = {name: guard.update(guard.initial(), report)[1] for name, report in BAD.items()}
+
+    assert {name for name, verdict in verdicts.items() if verdict is Verdict.SKIP} == {
+        "no valid token"
+    }

@@ -18,6 +18,7 @@ from trainwright.integration.signals import ATTENTION, LOGIT, UPDATE
 from trainwright.stability_guards import (
     BoundGuard,
     DivergenceGuard,
+    EmptyStepGuard,
     GrowthGuard,
     Guard,
     GuardError,
@@ -33,7 +34,6 @@ from trainwright.stability_guards import (
     any_of,
     default_guards,
     escalate,
-    never,
 )
 
 GUARDS: dict[str, Callable[..., Guard]] = {
@@ -106,7 +106,7 @@ def read_guards(text: str, exclude: str | None = None, *, scales_losses: bool = 
     """
     plan = GuardPlan(default_guards())
     if text == "none":
-        plan = GuardPlan(never(), snapshots=0, replicas_every=0)
+        plan = GuardPlan(EmptyStepGuard(), snapshots=0, replicas_every=0)
     elif text == "all":
         plan = GuardPlan(all_guards(), signals_every=SIGNALS_EVERY)
     elif text != "default":
@@ -132,10 +132,14 @@ def _plan_of(values: Any, file: str) -> GuardPlan:
     counts = ("snapshots", "snapshot_bytes", "signals_every", "replicas_every")
     _check_keys(what, values, ("guards", "recovery", *counts))
     if "guards" not in values:
-        raise ConfigError(f'{what} must name "guards"; {{"guards": {{}}}} lets every step be')
+        raise ConfigError(
+            f'{what} must name "guards"; {{"guards": {{}}}} lets steps with tokens be'
+        )
     named = values["guards"]
     _check_keys(f"{what}: guards", named, GUARDS)
-    guard = any_of(*(_guard(f"{what}: {name}", name, own) for name, own in named.items()))
+    chosen = (_guard(f"{what}: {name}", name, own) for name, own in named.items())
+    # Whatever is chosen: an update for no token would be decay and old moments alone.
+    guard = any_of(EmptyStepGuard(), *chosen)
     recovery = _make(f"{what}: recovery", RecoveryPlan, values.get("recovery", {}))
     counted = {name: values[name] for name in counts if name in values}
     for name, value in counted.items():

@@ -38,6 +38,7 @@ from trainwright.stability_guards.errors import (
 )
 from trainwright.stability_guards.fused_clipping import clipping_in_step
 from trainwright.stability_guards.guards import (
+    EmptyStepGuard,
     LocalVerdictGuard,
     NonFiniteGuard,
     any_of,
@@ -153,6 +154,7 @@ __all__ = [
     "BoundGuard",
     "Chain",
     "DivergenceGuard",
+    "EmptyStepGuard",
     "FileJournal",
     "GrowthGuard",
     "Guard",

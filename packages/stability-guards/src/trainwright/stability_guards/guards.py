@@ -54,6 +54,25 @@ class NonFiniteGuard:
 
 
 @attrs.frozen
+class EmptyStepGuard:
+    """Skips steps without a valid token, whose update would be decay and old moments alone."""
+
+    def initial(self) -> State:
+        """Return the state before the first step."""
+        return {"reason": ""}
+
+    def update(self, state: State, report: Report) -> tuple[State, Verdict]:
+        """Skip the step if it counts no token."""
+        if report.tokens != 0:
+            return {"reason": ""}, Verdict.CONTINUE
+        return {"reason": f"step {report.step}: no valid token in the batch"}, Verdict.SKIP
+
+    def reason(self, state: State) -> str:
+        """Say that there was no valid token."""
+        return str(state["reason"])
+
+
+@attrs.frozen
 class LocalVerdictGuard:
     """Passes on the greatest verdict that a rank reached by itself."""
 
