@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from trainwright.integration.model import PRESETS
+from trainwright.integration.measuring import compute_seconds
 from trainwright.integration.parts import Parts
 from trainwright.integration.recipe import Observer, StepRecord
 from trainwright.stability_guards import (
@@ -20,8 +20,6 @@ from trainwright.stability_guards import (
 )
 
 Tell = Callable[[str], None]
-
-COMPUTATIONS = ("F", "B", "I", "W")
 
 
 def say(text: str) -> None:
@@ -48,7 +46,7 @@ class InitialLoss:
     """
 
     def __init__(self, parts: Parts, tell: Tell) -> None:
-        first = parts.mesh.world.rank == 0 and parts.config.model.model in PRESETS
+        first = parts.mesh.world.rank == 0 and parts.config.model.weights is None
         self._vocabulary = next(iter(parts.model.stages.values())).shape.vocabulary
         self._tell = tell if first else _nothing
 
@@ -86,10 +84,11 @@ class Stragglers:
         timeline = None if record.pipeline is None else record.pipeline.timeline
         if timeline is None:
             return
-        mine = sum(t.stop_s - t.start_s for t in timeline if t.operation in COMPUTATIONS)
         mesh = self._parts.mesh
         alike = mesh.communicator("dp", "cp", "tp")
-        self._state, slow = self._watch.update(self._state, gather_seconds(mine, alike))
+        self._state, slow = self._watch.update(
+            self._state, gather_seconds(compute_seconds(timeline), alike)
+        )
         for found in slow:
             rank = mesh.ranks("dp", "cp", "tp")[found.rank]
             if rank in self._named:

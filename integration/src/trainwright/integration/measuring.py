@@ -57,7 +57,7 @@ class RankMeasures:
         if result is None or result.timeline is None or not parts.is_measured(record.step):
             return
         world = parts.mesh.world
-        compute = _seconds(result.timeline, COMPUTATIONS)
+        compute = compute_seconds(result.timeline)
         row: dict[str, Any] = {
             "step": record.step,
             "world": world.size,
@@ -98,6 +98,11 @@ class RankMeasures:
             "device": device.type,
             "process": f"{socket.gethostname()}:{os.getpid()}",
         }
+
+
+def compute_seconds(timeline: tuple[Timed, ...]) -> float:
+    """Return how long a rank computed in a step."""
+    return sum(t.stop_s - t.start_s for t in timeline if t.operation in COMPUTATIONS)
 
 
 def _spread(world: Communicator) -> Communicator | None:
@@ -172,10 +177,6 @@ def _gather(ranks: Communicator, mine: dict[str, Any]) -> list[dict[str, Any]]:
     return all_gather_object(
         ranks, mine, encode=lambda value: json.dumps(value).encode(), decode=json.loads
     )
-
-
-def _seconds(timeline: tuple[Timed, ...], operations: tuple[str, ...]) -> float:
-    return sum(t.stop_s - t.start_s for t in timeline if t.operation in operations)
 
 
 def _host() -> str:

@@ -25,7 +25,6 @@ ATTENTION = "attention_logit_max"
 """What no logit of attention exceeds: by Cauchy and Schwarz, head by head, in linear time."""
 UPDATE = "update_ratio"
 """The largest norm of a tensor's update over that of the tensor, of the update before."""
-MODEL_SIGNALS = (LOGIT, ATTENTION, UPDATE)
 
 
 def check_signals(guards: str, watched: str, shape: ModelShape) -> None:
