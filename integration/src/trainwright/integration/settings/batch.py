@@ -51,7 +51,7 @@ class BatchSettings:
         "microbatches a data rank makes of its share (default: what the others leave)",
         positive,
     )
-    sequence_length: int = leaf(128, "bytes a sequence", positive)
+    sequence_length: int = leaf(128, "tokens a sequence", positive)
     ramp_from: int | None = leaf(
         None, "sequences of the first global batches (default: all alike)", positive
     )
