@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from trainwright.integration.decoding import Decoder, decoder_of
-from trainwright.integration.errors import ConfigError
+from trainwright.integration.errors import ConfigError, TrainwrightError
 from trainwright.integration.model_parts import ModelParts
 from trainwright.integration.sampling import Sampling
 
@@ -17,7 +17,7 @@ SEPARATOR = 0
 """Token that stands between files where tokens are bytes; it is no byte of text."""
 
 
-class GenerationError(RuntimeError):
+class GenerationError(TrainwrightError, RuntimeError):
     """The model says nothing of what comes next: its logits are not numbers."""
 
 
