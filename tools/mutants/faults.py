@@ -41,8 +41,8 @@ FAULTS_OF_THE_WHOLE = (
     Fault(
         "the loss is divided by the tokens of this rank instead of the global batch",
         f"{INTEGRATION}/feed.py",
-        "        return batch, count, self._data.all_reduce(count)",
-        "        return batch, count, self._data.all_reduce(count.clone())",
+        "        return batch, own, count, self._data.all_reduce(count)",
+        "        return batch, own, count, self._data.all_reduce(count.clone())",
     ),
     Fault(
         "every data rank reads the first one's sequences",

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from trainwright.collectives import Communicator, Work
-from trainwright.integration.data import Batch, Reader
+from trainwright.integration.data import IGNORE, Batch, Reader
 from trainwright.integration.data.prefetch import ReadAhead
 from trainwright.integration.sequence_part import SequencePart
 from trainwright.stability_guards import Positions
@@ -94,22 +94,20 @@ class Feed:
         self._data = data
         self._part = part
         self._positions_S = part.positions()
-        self._ahead: tuple[Batch, torch.Tensor, Work] | None = None
+        self._ahead: tuple[Batch, torch.Tensor, torch.Tensor, Work] | None = None
         self._position = reader.consumed
         self._last = Positions()
 
     def next_batch(self) -> GlobalBatch:
         """Return the next batch and start on the one after it."""
-        batch, count, work = self._ahead or self._start()
+        batch, own, count, work = self._ahead or self._start()
         work.wait()
         self._position, self._last = batch.end, batch.positions
         self._ahead = self._start()
         return GlobalBatch(
             part=batch,
             positions_S=self._positions_S,
-            tokens=torch.tensor(
-                batch.valid_tokens, dtype=torch.float64, device=batch.tokens_MBS.device
-            ),
+            tokens=own.to(torch.float64),
             divisor=count[0].to(torch.float64),
         )
 
@@ -137,7 +135,7 @@ class Feed:
     def seek(self, position: int, left_out: Positions) -> None:
         """Read on from ``position``, never any of ``left_out``; every rank calls it together."""
         if self._ahead is not None:
-            self._ahead[2].wait()
+            self._ahead[-1].wait()
             self._ahead = None
         self._reading.drop()
         self._reader.left_out = left_out
@@ -175,7 +173,10 @@ class Feed:
             else self._part.take(whole.ordinals_MBS),
         )
 
-    def _start(self) -> tuple[Batch, torch.Tensor, Work]:
+    def _start(self) -> tuple[Batch, torch.Tensor, torch.Tensor, Work]:
+        """Begin on a batch; return it, its valid labels, and those of all ranks once waited for."""
         batch = self._reading.next()
-        count = torch.tensor([batch.valid_tokens], dtype=torch.int64, device=self._data.device)
-        return batch, count, self._data.all_reduce(count)
+        # Counted where the labels are: the host does not wait for the device.
+        own = (batch.labels_MBS != IGNORE).sum()
+        count = own.reshape(1).to(self._data.device, copy=True)
+        return batch, own, count, self._data.all_reduce(count)
