@@ -162,7 +162,7 @@ def _guards(tree: dict[str, Any]) -> dict[str, Any]:
 def _load(store: StateStore, parts: Parts, step: int) -> dict[str, Any]:
     has_kind, updates = _check_optimizer(store, parts, step)
     filling = optimizers.Filling(parts.optimizer, updates)
-    target = {**state_tree(parts, parts.start()), "optimizer": filling.tree}
+    target = {**state_tree(parts, Progress()), "optimizer": filling.tree}
     if not has_kind:
         del target[KIND]
     tree = _fill(store, parts, target, step)
