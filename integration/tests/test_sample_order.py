@@ -154,6 +154,24 @@ def test_an_order_without_a_table_is_a_permutation_and_differs_by_epoch_and_seed
         assert abs(rises - (n - 1) / 2) <= 4 * ((n + 1) / 12) ** 0.5
 
 
+def test_threads_in_two_epochs_do_not_make_their_orders_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[random.Key] = []
+    permutation = random.permutation
+
+    def counted(key: random.Key, n: int) -> torch.Tensor:
+        made.append(key)
+        return permutation(key, n)
+
+    monkeypatch.setattr(random, "permutation", counted)
+    samples = Shuffled(Stream(np.arange(9), 1), seed=3)
+    places = [samples.place(position) for position in (0, 8, 1, 9, 2, 10, 16, 11)]
+
+    assert len(made) == 3
+    assert places[:2] == [Shuffled(samples.sequences, seed=3).place(p) for p in (0, 8)]
+
+
 def test_a_place_among_very_many_sequences_needs_no_table() -> None:
     class Many:
         num_sequences = 10**15

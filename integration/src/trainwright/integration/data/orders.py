@@ -28,7 +28,7 @@ class Shuffled:
         self.sequences = sequences
         self.seed = seed
         self.name = name
-        self._table: tuple[int, np.ndarray] | None = None
+        self._tables: dict[int, np.ndarray] = {}
 
     def sample(self, position: int) -> Sequence:
         """Return the sample at a position of the run's order."""
@@ -40,12 +40,14 @@ class Shuffled:
         key = random.Key(self.seed, self.name, epoch)
         if self.sequences.num_sequences > TABLE:
             return permuted(key, self.sequences.num_sequences, index)
-        table = self._table
-        if table is None or table[0] != epoch:
-            table = (epoch, random.permutation(key, self.sequences.num_sequences).numpy())
-            # Threads that read ahead may each make it; all make the same.
-            self._table = table
-        return int(table[1][index])
+        table = self._tables.get(epoch)
+        if table is None:
+            table = random.permutation(key, self.sequences.num_sequences).numpy()
+            # Threads that read ahead may each make it, all the same; where an epoch ends some are
+            # in the next one already, so that two are kept.
+            latest = list(self._tables.items())[-1:]
+            self._tables = {**dict(latest), epoch: table}
+        return int(table[index])
 
 
 def permuted(key: random.Key, n: int, index: int) -> int:
