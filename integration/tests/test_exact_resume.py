@@ -19,7 +19,7 @@ from trainwright.checkpointing.state import StateStore
 from trainwright.checkpointing.testing.files import CrashingFiles
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration import Corpus, ModelShape, RunConfig, assemble, train
-from trainwright.integration.parts import Parts, Progress, whole_weights
+from trainwright.integration.parts import Parts, Progress
 from trainwright.integration.recipe import StepRecord
 from trainwright.integration.training_state import restore_state, save_state
 from trainwright.precision import DynamicLossScaler
@@ -216,13 +216,14 @@ def test_after_a_load_the_weights_of_the_modules_are_the_masters_rounded(zero: i
         restored = restore_state(_store(second, files), second)
 
         assert restored is not None
-        with whole_weights(second):
-            weights = dict(second.model.stages[0].named_parameters())
-            for name, piece in second.model.pieces.items():
-                assert piece.parameter.dtype == torch.float32
-                held = piece.spec.extract(weights[name].detach()).view_as(piece.parameter)
-                assert torch.equal(held, piece.parameter.detach().to(held.dtype))
-                assert held.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
+        second.model.gather()
+        weights = dict(second.model.stages[0].named_parameters())
+        for name, piece in second.model.pieces.items():
+            assert piece.parameter.dtype == torch.float32
+            held = piece.spec.extract(weights[name].detach()).view_as(piece.parameter)
+            assert torch.equal(held, piece.parameter.detach().to(held.dtype))
+            assert held.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
+        second.model.release()
         assert _go_on(second, restored, 4) == _go_on(first, progress, 4)
         _assert_equal(_held(second), _held(first))
 

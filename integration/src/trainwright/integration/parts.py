@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -29,7 +28,7 @@ from trainwright.integration.numerics import (
 )
 from trainwright.integration.optimizers import Factory, JoinedOptimizer, OptimizerPlan
 from trainwright.integration.rates import decay_mover, learning_rate
-from trainwright.integration.sharded import build_stages, gathers_stages, shard_model
+from trainwright.integration.sharded import build_stages, shard_model
 from trainwright.integration.signals import Signals
 from trainwright.integration.stateful import Stateful
 from trainwright.integration.stepping import (
@@ -138,19 +137,6 @@ class Parts:
         if folder is not None:
             load_(self.model, self.config.model.shape, folder, self.mesh.world)
         return Progress()
-
-
-@contextlib.contextmanager
-def whole_weights(parts: Parts) -> Iterator[None]:
-    """Keep the weights of this rank's stages gathered, where the schedule would gather them."""
-    if not gathers_stages(parts.config):
-        yield
-        return
-    parts.model.gather()
-    try:
-        yield
-    finally:
-        parts.model.release()
 
 
 def assemble(
