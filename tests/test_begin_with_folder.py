@@ -12,11 +12,13 @@ import transformers
 from tests.hugging_face_models import SIZES
 from tests.serial import settings, text
 from trainwright.checkpointing.errors import CheckpointingError
+from trainwright.checkpointing.state import StateStore
 from trainwright.collectives import Communicator, LocalWorld, SingleCommunicator
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
-from trainwright.integration.parts import Parts, assemble
+from trainwright.integration.parts import Parts, Progress, assemble
 from trainwright.integration.recipe import StepRecord, train
+from trainwright.integration.training_state import restore_state, save_state
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,19 @@ def test_what_the_folder_has_no_weights_for_is_named(folder: Path) -> None:
     try:
         with pytest.raises(CheckpointingError, match="holds neither model"):
             parts.start()
+    finally:
+        (folder / "aside").rename(folder / "model.safetensors")
+
+
+def test_a_resumed_run_reads_no_weights_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    world, config = SingleCommunicator(), config_of(folder)
+    first, second = parts_of(world, config), parts_of(world, config)
+    store = StateStore(tmp_path, world, coordinates=first.mesh.coordinates)
+    (folder / "model.safetensors").rename(folder / "aside")
+    try:
+        with store:
+            save_state(store, first, Progress())
+            assert restore_state(store, second) == Progress()
     finally:
         (folder / "aside").rename(folder / "model.safetensors")
 
