@@ -27,7 +27,14 @@ from trainwright.integration.model import (
 )
 from trainwright.integration.settling import settle, worker_arguments
 from trainwright.sharding.expert import Routing
-from trainwright.stability_guards import Positions, SpikeGuard, StallGuard, Verdict, any_of
+from trainwright.stability_guards import (
+    EmptyStepGuard,
+    Positions,
+    SpikeGuard,
+    StallGuard,
+    Verdict,
+    any_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -384,6 +391,7 @@ def test_the_environment_of_torchrun_and_of_slurm_place_a_process() -> None:
         (["--save-every", "10", "--keep-every", "20"], "no effect without --keep"),
         (["--keep", "1", "--keep-every", "20"], "no effect with --save-every 0"),
         (["--async-save"], "--async-save has no effect with --save-every 0"),
+        (["--scale-window", "9"], "--scale-window 9 has no effect with --dtype float32"),
         (["--context", "ulysses"], "--context ulysses has no effect with --layout dp=1"),
         (["--context", "rings"], "did you mean ring?"),
         (["--context", "hybrid", "--layout", "cp=3"], "make no rows of two and more"),
@@ -466,7 +474,8 @@ def test_a_file_of_guards_is_what_it_says(tmp_path: Path) -> None:
 
     plan = read_guards(str(path), str(exclude), scales_losses=True)
 
-    assert plan.guard == any_of(StallGuard(verdict=Verdict.SKIP), SpikeGuard("loss"))
+    named = (StallGuard(verdict=Verdict.SKIP), SpikeGuard("loss"))
+    assert plan.guard == any_of(EmptyStepGuard(), *named)
     assert (plan.recovery.snapshot_every, plan.recovery.replay_skipped) == (7, True)
     assert (plan.snapshots, plan.replicas_every) == (2, 5)
     assert plan.exclude == Positions([(3, 4), (5, 8)])

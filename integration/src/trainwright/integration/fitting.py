@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import attrs
+
 from trainwright.checkpointing.activations import parse_keeper, parse_policy
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
@@ -9,12 +11,14 @@ from trainwright.integration.float8_fitting import check_float8
 from trainwright.integration.guarding import read_guards
 from trainwright.integration.head_clipping import check_head_clipping
 from trainwright.integration.model import ModelShape
+from trainwright.integration.numerics import scales_losses
 from trainwright.integration.ramping import microbatch_counts
 from trainwright.integration.rates import check_rates
 from trainwright.integration.sequence_part import row_of
-from trainwright.integration.settings import ParallelSettings, SavingSettings
+from trainwright.integration.settings import ParallelSettings, SavingSettings, ScalingSettings
 from trainwright.integration.sharded import gathers_stages
 from trainwright.integration.signals import check_signals
+from trainwright.integration.values import option
 from trainwright.pipeline_schedules import GENERATORS
 from trainwright.sharding import MeshShape
 
@@ -45,6 +49,7 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     _check_ramp(config)
     check_head_clipping(config, shape)
     _check_activations(config)
+    _check_scaling(config)
     plan = read_guards(config.guards.guards, config.guards.exclude)
     check_signals(config.guards.guards, plan.guard_name, shape)
 
@@ -117,9 +122,9 @@ def _check_sharding(mesh: MeshShape, config: RunConfig) -> None:
         "--bucket-bytes": parallel.bucket_bytes and zero == 3 and "there a unit is reduced at once",
         "--live-units": parallel.live_units and zero < 3 and "stage 3 gathers weights",
     }
-    for option, reason in unused.items():
+    for name, reason in unused.items():
         if reason:
-            raise ConfigError(f"{option} has no effect with --zero {zero}; {reason}")
+            raise ConfigError(f"{name} has no effect with --zero {zero}; {reason}")
     if parallel.live_units and gathers_stages(config):
         raise ConfigError(
             f"--live-units {parallel.live_units} has no effect where whole stages are gathered; "
@@ -147,11 +152,23 @@ def _check_activations(config: RunConfig) -> None:
         raise ConfigError(f"--offload-activations {offload}: {error}") from error
 
 
+def _check_scaling(config: RunConfig) -> None:
+    if scales_losses(config):
+        return
+    for field in attrs.fields(ScalingSettings):
+        value = getattr(config.scaling, field.name)
+        if value != field.default:
+            raise ConfigError(
+                f"{option(field.name)} {value} has no effect with --dtype {config.dtype}, whose "
+                "losses are not scaled; --dtype float16 scales them"
+            )
+
+
 def _check_saving(saving: SavingSettings) -> None:
     every, kept = saving.save_every, saving.keep_every
     if not every and (kept or saving.async_save):
-        option = f"--keep-every {kept}" if kept else "--async-save"
-        raise ConfigError(f"{option} has no effect with --save-every 0, which saves at the end")
+        given = f"--keep-every {kept}" if kept else "--async-save"
+        raise ConfigError(f"{given} has no effect with --save-every 0, which saves at the end")
     if kept and saving.keep is None:
         raise ConfigError(
             f"--keep-every {kept} has no effect without --keep: all checkpoints stay; "
