@@ -392,6 +392,7 @@ def test_the_environment_of_torchrun_and_of_slurm_place_a_process() -> None:
         (["--keep", "1", "--keep-every", "20"], "no effect with --save-every 0"),
         (["--async-save"], "--async-save has no effect with --save-every 0"),
         (["--scale-window", "9"], "--scale-window 9 has no effect with --dtype float32"),
+        (["--held-out", "a", "--held-out-share", "0.2"], "--held-out-share 0.2 has no effect"),
         (["--context", "ulysses"], "--context ulysses has no effect with --layout dp=1"),
         (["--context", "rings"], "did you mean ring?"),
         (["--context", "hybrid", "--layout", "cp=3"], "make no rows of two and more"),

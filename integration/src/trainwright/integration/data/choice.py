@@ -92,6 +92,11 @@ class DataChoice:
             raise ConfigError(
                 f"--held-out-share must be from 0 to below 1, got {self.held_out_share}"
             )
+        if self.held_out is not None and self.held_out_share not in (0.0, HELD_OUT_SHARE):
+            raise ConfigError(
+                f"--held-out-share {self.held_out_share} has no effect with --held-out "
+                f"{self.held_out}, all of which is held out; leave one out"
+            )
         if self.tokenizer in (None, BYTES) and self.end_token is not None:
             raise ConfigError("--end-token has no effect on bytes: the zero byte ends documents")
         if self.chat and self.format == "text":
