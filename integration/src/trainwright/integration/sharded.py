@@ -38,15 +38,16 @@ EMBEDDING = "model.embed_tokens.weight"
 KEEP_FP32 = ("*norm.weight",)
 """Norms stay in at least float32 whatever the dtype of the run."""
 
+NORM_BIASES = "*norm.bias"
+"""So do their biases, in models that have some."""
+
+ROUTERS = "*.mlp.gate.weight"
+"""So do routers."""
+
 BUCKET_BYTES = 25 * 2**20
 LIVE_UNITS = 2
 REDUCE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """In what gradients travel; they are at least float32 where they lie."""
-
-NORM_BIASES = "*norm.bias"
-
-ROUTERS = "*.mlp.gate.weight"
-"""So do routers."""
 
 
 def build_stages(

@@ -23,6 +23,7 @@ class Leaf:
     Args:
         section: name of its section; empty at the top of the tree.
         name: its own name.
+        kind: what values it may have.
         help: what ``--help`` says of it.
     """
 
