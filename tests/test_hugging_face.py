@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.hugging_face_models import CONFIGS, logits_of, save, serial, theirs, tokens
-from trainwright.checkpointing import MismatchError
+from trainwright.checkpointing import CheckpointingError, MismatchError
 from trainwright.checkpointing.errors import SaveFailedError, TreeError
 from trainwright.checkpointing.state.files import LocalFiles
 from trainwright.collectives import Communicator, LocalWorld, SingleCommunicator
@@ -155,6 +155,22 @@ def test_tensors_that_are_not_the_models_are_named_on_every_rank(
         with pytest.raises(MismatchError, match=message) as caught:
             load_(parts.model, shape, tmp_path, world)
         assert str(tmp_path) in str(caught.value)
+
+    LocalWorld(2, timeout_s=60.0).run(work)
+
+
+def test_weights_that_are_not_finite_are_refused_on_every_rank(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    held["model.norm.weight"][3] = float("nan")
+    save_file(held, tmp_path / "model.safetensors")
+    shape = read_shape(tmp_path)
+    config = RunConfig.of(layout="pp=2", sequence_length=40)
+
+    def work(world: Communicator) -> None:
+        parts = assemble_model(config, world, shape)
+        with pytest.raises(CheckpointingError, match=r"model\.norm\.weight holds .* not finite"):
+            load_(parts.model, shape, tmp_path, world)
 
     LocalWorld(2, timeout_s=60.0).run(work)
 

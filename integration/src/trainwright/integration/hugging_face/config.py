@@ -87,7 +87,7 @@ def understand(
     for name, reason in _REFUSED.items():
         if keys.optional(name):
             keys.refuse(f"{name}: {reason}")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         keys.refuse(f"model_type={kind!r} is not implemented; {', '.join(FAMILIES)} are")
     try:
         shape = FAMILIES[kind].read(keys)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
@@ -57,6 +59,9 @@ IGNORABLE = {
 }
 """Keys that change nothing of what is computed here, each with the reason; all others are read."""
 
+_BEYOND = 1 << 31
+_LARGEST = sys.float_info.max
+
 
 class Keys:
     """The entries of a config.json, each asked for by name.
@@ -79,13 +84,15 @@ class Keys:
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool):
             self.refuse(f"{name} must be a whole number, got {value!r}")
+        if abs(value) >= _BEYOND:
+            self.refuse(f"{name} must be below {_BEYOND}, got {value}")
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
         """Return a number; ``default`` where it is missing or null."""
         value = self._get(name, default)
-        if type(value) not in (int, float):
-            self.refuse(f"{name} must be a number, got {value!r}")
+        if type(value) not in (int, float) or abs(value) > _LARGEST or math.isnan(value):
+            self.refuse(f"{name} must be a finite number, got {value!r}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:

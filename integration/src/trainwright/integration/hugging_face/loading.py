@@ -61,7 +61,7 @@ def load_(
     Raises:
         ConfigError: config.json cannot be understood, or says another shape.
         MismatchError: tensors are missing, unexpected or of another shape; all are named.
-        CheckpointingError: a file is damaged, or a rank cannot read it. All are raised on every
+        CheckpointingError: a file is damaged or not finite, or unreadable. All are raised on every
             rank alike, and nothing has been changed then but for damage found while reading.
 
     Communicates: three all-reduces of 8 bytes.
@@ -149,6 +149,13 @@ class _Filler:
         box = place.there(ours)
         spec = ShardSpec.of_boxes(place.name, place.shape, [box])
         values = self._found()[place.name].read(spec).view(box.shape)
+        # Numbers of one byte have no such test of their own.
+        seen = values if values.element_size() > 1 else values.float()
+        if not torch.isfinite(seen).all():
+            raise LoadFailedError(
+                f"{place.name} holds values that are not finite: fetch or save the folder again, "
+                "or begin with random weights by --from-scratch"
+            )
         return (values.t() if place.transposed else values).reshape(ours.shape)
 
     def _found(self) -> Mapping[str, LazyTensor]:
