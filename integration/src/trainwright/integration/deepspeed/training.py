@@ -64,7 +64,7 @@ def scheduler(draft: Draft, key: str, block: Any) -> None:
     """Read ``scheduler``; "auto" takes the rate, the steps and the warm-up of other settings."""
     translate(draft, {"type": _passed, "params": _passed}, block, key)
     kind, params = block.get("type"), block.get("params")
-    if kind not in FOREIGN_RATES:
+    if not isinstance(kind, str) or kind not in FOREIGN_RATES:
         raise ConfigError(f"{key}.type {kind!r} is not available{near(str(kind), FOREIGN_RATES)}")
     if not isinstance(params, Mapping):
         raise ConfigError(f"{key}.params must be a block, got {shown(params)}")
