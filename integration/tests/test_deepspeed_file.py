@@ -165,7 +165,7 @@ def test_a_key_sets_what_it_means_here(block: Mapping[str, Any], leaves: Mapping
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "say gradient_clipping"),
         ({"scheduler": {"type": "WarmupLR"}}, "scheduler.params must be a block"),
         ({"scheduler": {"type": "Warmup", "params": {}}}, "did you mean 'WarmupLR'"),
-        ({"scheduler": {"type": [], "params": {}}}, r"scheduler\.type \[\] is not available"),
+        ({"scheduler": {"type": [], "params": {}}}, "scheduler.type [] is not available"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1.5}}},
             "whole number from 1, got 1.5",
