@@ -214,3 +214,12 @@ def test_processes_continue_a_text_as_one_does(
 
     assert (finished.returncode, finished.stderr) == (0, b"")
     assert finished.stdout.decode() == said(capsys, *asked)
+
+
+def test_an_option_that_a_command_has_not_is_refused_with_the_commands_own_help(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["generate", "runs/mine", "--prompt", "a", "--chat"]) == 2
+
+    told = "trainwright: unrecognized arguments: --chat; see trainwright generate --help\n"
+    assert capsys.readouterr().err == told

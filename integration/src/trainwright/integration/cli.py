@@ -43,7 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        options = parser().parse_args(given)
+        options, unknown = parser().parse_known_args(given)
+        if unknown:
+            raise ConfigError(
+                f"unrecognized arguments: {' '.join(unknown)}; "
+                f"see trainwright {options.command} --help"
+            )
         return _COMMANDS[options.command](options)
     except TrainwrightError as error:
         sys.stderr.write(f"trainwright: {error}\n")

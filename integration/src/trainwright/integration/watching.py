@@ -81,7 +81,8 @@ def watching(
         telling = None
         write: Callable[[Mapping[str, Any]], None] = _nowhere
         if parts.mesh.world.rank == 0:
-            sys.stderr.write(f"{describe_snapshots(parts, progress)}\n")
+            told = (*_beginning(parts, progress), describe_snapshots(parts, progress))
+            sys.stderr.writelines(f"{line}\n" for line in told)
             folder.rewind(progress.step)
             write_aside(folder.path / ABOUT, strict_json(about(parts), indent=2) + "\n")
             telling = Telling(
@@ -105,6 +106,14 @@ def watching(
 
 def _nowhere(row: Mapping[str, Any]) -> None:
     """Take what nobody writes."""
+
+
+def _beginning(parts: Parts, progress: Progress) -> Iterator[str]:
+    """Yield a line on what the run goes on from, if it is not random weights."""
+    if progress.step:
+        yield f"going on from the checkpoint of step {progress.step}"
+    elif parts.config.model.weights is not None:
+        yield f"begins with the weights of {parts.config.model.weights}"
 
 
 def _watchers(
