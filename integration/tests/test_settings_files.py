@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -235,7 +236,6 @@ def test_a_fraction_of_the_steps_and_a_number_of_them_are_two_settings() -> None
         (4, None, None, [12, 12, 11, 11]),
         (3, 10, None, [10, 18, 18]),
         (3, None, 10, [18, 18, 10]),
-        (2, 11, None, [11, 35]),
         (2, 11, 35, [11, 35]),
     ],
 )
@@ -254,7 +254,20 @@ def test_stages_whose_layers_are_not_set_share_the_others_out_evenly(
         (2, 11, 11, "11 + --last-stage-layers 11 must equal the 46 layers"),
         (4, 22, 23, "leave 1 of the 46 layers for the other 2 of 4 stages"),
         (4, 46, None, "leave 0 of the 46 layers for the other 3 of 4 stages"),
-        (2, 47, None, "leave -1 of the 46 layers"),
+        (4, 47, None, "leave -1 of the 46 layers"),
+        (
+            2,
+            11,
+            None,
+            "11 + last must equal 46, the layers of the model; set --last-stage",
+        ),
+        (
+            2,
+            None,
+            11,
+            "11 + first must equal 46, the layers of the model; set --first",
+        ),
+        (2, 46, None, "46 + last must equal 46, the layers of the model; leave it out"),
         (1, 46, None, "one stage has all 46 layers"),
     ],
 )
@@ -276,18 +289,16 @@ def test_a_pipeline_computes_the_same_whatever_layers_its_stages_have() -> None:
         source="numbers",
     )
 
-    def work(world: Communicator, first: int | None) -> tuple[list[int], float]:
-        config = RunConfig.of(
-            layout="pp=2", steps=2, global_batch=2, sequence_length=8, first_stage_layers=first
-        )
+    def work(world: Communicator, **sizes: int) -> tuple[list[int], float]:
+        config = RunConfig.of(layout="pp=2", steps=2, global_batch=2, sequence_length=8, **sizes)
         parts = assemble(config, world, corpus)
         records: list[StepRecord] = []
         train(parts, parts.start(), [records.append])
         layers = [len(stage.model.layers) for stage in parts.model.stages.values()]
         return layers, records[-1].loss
 
-    even = LocalWorld(2).run(work, None)
-    uneven = LocalWorld(2).run(work, 1)
+    even = LocalWorld(2).run(work)
+    uneven = LocalWorld(2).run(functools.partial(work, first_stage_layers=1, last_stage_layers=3))
 
     assert [layers for layers, _ in even] == [[2], [2]]
     assert [layers for layers, _ in uneven] == [[1], [3]]

@@ -98,14 +98,18 @@ class ParallelSettings:
     def layers_of_stages(self, num_layers: int) -> list[range]:
         """Return the layers of each stage of the pipeline.
 
-        Stages whose layers are not set share the others out evenly.
+        Stages whose layers are not set share the others out evenly; of two stages both are set, or
+        none: a number that was meant for a longer pipeline would leave the other one the rest.
 
         Raises:
-            ConfigError: numbers that are set do not leave a layer for every other stage.
+            ConfigError: numbers that are set do not leave a layer for every other stage, or are of
+                one of two stages.
         """
         stages, first, last = self.num_stages, self.first_stage_layers, self.last_stage_layers
         if first is None and last is None:
             return split_layers(num_layers, stages)
+        if stages == 2 and (first is None or last is None):
+            raise ConfigError(_half_said(num_layers, first, last))
         others = stages - (first is not None) - (last is not None)
         left = num_layers - (first or 0) - (last or 0)
         if stages < 2 or left < others or (left > 0 and others == 0):
@@ -114,6 +118,17 @@ class ParallelSettings:
         sizes = [*([first] if first else []), *sizes, *([last] if last else [])]
         starts = [sum(sizes[:stage]) for stage in range(stages + 1)]
         return [range(start, stop) for start, stop in itertools.pairwise(starts)]
+
+
+def _half_said(num_layers: int, first: int | None, last: int | None) -> str:
+    size = last if first is None else first
+    said, other = ("last", "first") if first is None else ("first", "last")
+    rest = num_layers - (size or 0)
+    set_too = f"set --{other}-stage-layers {rest} too, or " if rest > 0 else ""
+    return (
+        f"--{said}-stage-layers {size} of two stages: {size} + {other} must equal {num_layers}, "
+        f"the layers of the model; {set_too}leave it out for even shares"
+    )
 
 
 def _does_not_add_up(num_layers: int, stages: int, first: int | None, last: int | None) -> str:
