@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from trainwright.integration.loading import assemble_model
 from trainwright.integration.looking import add_place, settings_for
 from trainwright.integration.measured_rows import agreed, all_of, held_out_of, shared_slices
 from trainwright.integration.places import Place, RunPlace, open_place
-from trainwright.integration.starting import run_on_ranks, work_in_process
+from trainwright.integration.starting import run_on_ranks
 from trainwright.integration.strict_json import strict_json
 
 
@@ -149,20 +148,12 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--sequences must be at least 1, got {options.sequences}")
     if options.data is None and not isinstance(place, RunPlace):
         raise ConfigError(f"{place.path} is no run, which holds text out: give --data PATH")
-    config = settings_for(place, options)
     request = Request(
         place=str(place.path),
-        leaves=config.leaves(),
+        leaves=settings_for(place, options).leaves(),
         data=options.data,
         sequences=options.sequences,
         step=options.step,
         as_json=options.json,
     )
-    size = config.parallel.mesh.world_size
-    return run_on_ranks(size, options.comm, request.run, work, [json.dumps(attrs.asdict(request))])
-
-
-def work(arguments: Sequence[str]) -> int:
-    """Do the part of one rank in a process that `run` has started."""
-    transport, text = arguments
-    return work_in_process(Request(**json.loads(text)).run, transport)
+    return run_on_ranks(request, options.comm)

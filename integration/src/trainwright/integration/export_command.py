@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from trainwright.integration.errors import ConfigError
 from trainwright.integration.loading import assemble_model
 from trainwright.integration.looking import add_place, settings_for
 from trainwright.integration.places import Place, open_place
-from trainwright.integration.starting import run_on_ranks, work_in_process
+from trainwright.integration.starting import run_on_ranks
 
 WRITTEN = {
     "float32": torch.float32,
@@ -108,19 +106,11 @@ def run(options: argparse.Namespace) -> int:
     if Path(options.out).exists():
         raise ConfigError(f"{options.out} is there already; give the name of a new folder")
     place = open_place(Path(options.model))
-    config = settings_for(place, options)
     request = Request(
         place=str(place.path),
         out=options.out,
-        leaves=config.leaves(),
+        leaves=settings_for(place, options).leaves(),
         dtype=options.save_dtype,
         step=options.step,
     )
-    size = config.parallel.mesh.world_size
-    return run_on_ranks(size, options.comm, request.run, work, [json.dumps(attrs.asdict(request))])
-
-
-def work(arguments: Sequence[str]) -> int:
-    """Do the part of one rank in a process that `run` has started."""
-    transport, text = arguments
-    return work_in_process(Request(**json.loads(text)).run, transport)
+    return run_on_ranks(request, options.comm)

@@ -20,7 +20,7 @@ from trainwright.integration.loading import assemble_model
 from trainwright.integration.looking import add_place, settings_for
 from trainwright.integration.places import Place, open_place
 from trainwright.integration.sampling import Sampling
-from trainwright.integration.starting import run_on_ranks, work_in_process
+from trainwright.integration.starting import run_on_ranks
 from trainwright.integration.text_stream import TextStream
 
 
@@ -198,12 +198,4 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: there is no model, or options contradict it.
     """
-    request = Request.of(options, open_place(Path(options.model)))
-    size = RunConfig.from_mapping(request.leaves).parallel.mesh.world_size
-    return run_on_ranks(size, options.comm, request.run, work, [json.dumps(attrs.asdict(request))])
-
-
-def work(arguments: Sequence[str]) -> int:
-    """Do the part of one rank in a process that `run` has started."""
-    transport, text = arguments
-    return work_in_process(Request(**json.loads(text)).run, transport)
+    return run_on_ranks(Request.of(options, open_place(Path(options.model))), options.comm)
