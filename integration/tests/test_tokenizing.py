@@ -215,6 +215,7 @@ def test_of_conversations_answers_and_their_ends_are_learnt_and_nothing_else(lea
         ("hello", "must be a list"),
         ([], "must be a list"),
         ([{"role": "user", "content": "a"}], "no message is the assistant's"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}], "has tool_calls"),
         ([{"role": "assistant"}], "must have role and content"),
         ([{"role": "bot", "content": "a"}], "role must be one of system, user"),
         ([{"role": "assistant", "content": ["a"]}], "content a string"),

@@ -10,6 +10,8 @@ import attrs
 from trainwright.integration.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
+UNSAID = ("tool_calls", "function_call")
+"""What a message may do besides its content, and a model would have to learn."""
 
 
 @attrs.frozen
@@ -107,6 +109,12 @@ def _message_of(value: Any, where: str) -> Message:
     if not isinstance(value, dict) or not {"role", "content"} <= value.keys():
         raise DataError(f"{where}: a message must have role and content, got {str(value)[:60]!r}")
     role, content = value["role"], value["content"]
+    for name in UNSAID:
+        if value.get(name):
+            raise DataError(
+                f"{where}: a message has {name}, for which the built-in template has no words; "
+                "write it into content, or leave the conversation out"
+            )
     if role not in ROLES or not isinstance(content, str):
         raise DataError(
             f"{where}: role must be one of {', '.join(ROLES)} and content a string, "
