@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -12,7 +14,9 @@ import pytest
 
 from tests.running import finish, metrics, started, wait_until
 from trainwright.checkpointing.state import StateStore
-from trainwright.integration.cli import main
+from trainwright.integration.cli import main, parser
+from trainwright.integration.config import RunConfig
+from trainwright.integration.settings.options import given_leaves
 
 SMALL = ["--sequence-length", "32", "--global-batch", "8", "--evaluate-sequences", "16"]
 SMALL += ["--sample-bytes", "8", "--dtype", "float64"]
@@ -198,3 +202,27 @@ def test_a_signal_leaves_no_process_behind_and_keeps_the_last_checkpoint(
     assert running.process.returncode == 128 + sign
     store = StateStore(run / "checkpoints")
     store.verify(store.latest())
+
+
+def _commands_of_the_readme() -> list[str]:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.startswith("trainwright ")]
+
+
+@pytest.mark.parametrize("command", _commands_of_the_readme())
+def test_every_command_of_the_readme_has_options_and_values_that_there_are(command: str) -> None:
+    options = parser().parse_args(shlex.split(command, comments=True)[1:])
+
+    leaves = given_leaves(options) if options.command == "train" else {}
+
+    assert (
+        RunConfig.of(**{**leaves, "model": "tiny"}).leaves().items()
+        >= {name: value for name, value in leaves.items() if name != "model"}.items()
+    )
+
+
+def test_the_readme_shows_commands() -> None:
+    shown = {command.split()[1] for command in _commands_of_the_readme()}
+    assert shown >= {"train", "evaluate", "generate", "export", "report"}
