@@ -97,6 +97,7 @@ def test_old_and_new_forms_of_rotary_positions_are_one() -> None:
         ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps must be a finite number, got nan"),
         ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
         ("llama", {"vocab_size": 10**15}, "vocab_size must be below 2147483648, got 10000000"),
+        ("llama", {"num_hidden_layers": 10**9}, "layers must be at most 100,000"),
         ("llama", {"logit_scale": 0.5}, "logit_scale=0.5: not implemented; .*ignore="),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: quantised"),
         ("llama", {"hidden_act": "tanh"}, "hidden_act='tanh' is not implemented; 'silu' or"),

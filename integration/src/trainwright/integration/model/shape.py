@@ -67,6 +67,10 @@ def _to_numbers(numbers: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(numbers)))
 
 
+MAX_LAYERS = 100_000
+"""More are a mistake in a file, whose modules would be built without end."""
+
+
 @attrs.frozen
 class ModelShape:
     """The sizes of a decoder-only language model, and what its blocks are made of.
@@ -139,6 +143,8 @@ class ModelShape:
             value = getattr(self, field.name)
             if type(value) in (int, float) and value <= 0:
                 raise ConfigError(f"model {field.name} must be positive, got {value}")
+        if self.layers > MAX_LAYERS:
+            raise ConfigError(f"model layers must be at most {MAX_LAYERS:,}, got {self.layers:,}")
         self._check_heads()
         self._check_parts()
 
