@@ -85,8 +85,20 @@ def train(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def matrix(session: nox.Session) -> None:
-    """Run the law in every layout and dtype, and the long numerics."""
-    long_tests(session, "long or not long", "tests")
+    """Run the whole covering array of the law, every layout of up to eight ranks, and long tests."""
+    long_tests(session, "not fault and not fuzz", "tests", "-n", "2", "--dist", "worksteal")
+
+
+@nox.session(default=False)
+def faults(session: nox.Session) -> None:
+    """Kill, stop, starve and cut off real processes at drawn moments, then a soak of 30 minutes."""
+    long_tests(session, "fault", "tests")
+
+
+@nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Give every reader of outside bytes 100,000 damaged inputs."""
+    long_tests(session, "fuzz", "tests")
 
 
 @nox.session(default=False)
