@@ -85,7 +85,7 @@ def train(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def matrix(session: nox.Session) -> None:
-    """Run the whole covering array of the law, every layout of up to eight ranks, and long tests."""
+    """Run the law whole: the covering array, every layout of up to eight ranks, long tests."""
     long_tests(session, "not fault and not fuzz", "tests", "-n", "2", "--dist", "worksteal")
 
 
