@@ -122,7 +122,7 @@ def test_clipping_that_cannot_hear_the_logits_is_refused(
     def check() -> None:
         settings = config(**{"qk_clip": 100.0, **leaves})
         shape = settings.model.applied(SHAPE)
-        check_fits(shape, settings.parallel.mesh, settings)
+        check_fits(shape, settings)
 
     with pytest.raises(ConfigError, match=message):
         check()
@@ -137,4 +137,4 @@ def test_latent_attention_is_neither_clipped_nor_watched_in_silence() -> None:
     ):
         settings = config(**leaves)
         with pytest.raises(ConfigError, match=message):
-            check_fits(shape, settings.parallel.mesh, settings)
+            check_fits(shape, settings)

@@ -156,7 +156,7 @@ def test_ramps_that_do_not_fit_are_refused_before_a_step(
 ) -> None:
     def check() -> None:
         settings = config(**leaves)
-        check_fits(SHAPE, settings.parallel.mesh, settings)
+        check_fits(SHAPE, settings)
 
     with pytest.raises(ConfigError, match=message):
         check()

@@ -74,7 +74,7 @@ def test_settings_of_rates_that_contradict_are_refused_with_a_way_out(
 ) -> None:
     def check() -> None:
         config = RunConfig.of(steps=10, **leaves)
-        check_fits(SHAPE, config.parallel.mesh, config)
+        check_fits(SHAPE, config)
 
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         check()

@@ -17,7 +17,7 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.guarding import read_guards
-from trainwright.integration.launch import Place, place_in_environment
+from trainwright.integration.launch import ProcessPlace, place_in_environment
 from trainwright.integration.model import (
     ExpertShape,
     ModelShape,
@@ -55,7 +55,7 @@ from trainwright.stability_guards import (
 def test_a_layout_that_does_not_fit_names_the_sizes_that_do(layout: str, words: list[str]) -> None:
     config = RunConfig.of(layout=layout)
     with pytest.raises(ConfigError) as caught:
-        check_fits(config.model.shape, config.parallel.mesh, config)
+        check_fits(config.model.shape, config)
     for word in words:
         assert word in str(caught.value)
 
@@ -105,7 +105,7 @@ def test_a_schedule_that_wants_other_chunks_or_more_layers_says_how_many(
 ) -> None:
     config = RunConfig.of(**changes)
     with pytest.raises(ConfigError) as caught:
-        check_fits(config.model.shape, config.parallel.mesh, config)
+        check_fits(config.model.shape, config)
     for word in words:
         assert word in str(caught.value)
 
@@ -121,7 +121,7 @@ def test_a_schedule_that_wants_other_chunks_or_more_layers_says_how_many(
 def test_an_option_of_sharding_without_effect_is_refused(changes: dict[str, object]) -> None:
     config = RunConfig.of(**changes)
     with pytest.raises(ConfigError, match="has no effect with --zero"):
-        check_fits(config.model.shape, config.parallel.mesh, config)
+        check_fits(config.model.shape, config)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_fp8_blocks_that_ranks_would_share_and_experts_are_refused(
 ) -> None:
     config = RunConfig.of(**changes)
     with pytest.raises(ConfigError) as caught:
-        check_fits(config.model.shape, config.parallel.mesh, config)
+        check_fits(config.model.shape, config)
     for word in words:
         assert word in str(caught.value)
 
@@ -151,7 +151,7 @@ def test_fp8_blocks_that_ranks_would_share_and_experts_are_refused(
 )
 def test_fp8_products_fit_where_every_rank_has_whole_blocks(dtype: str, layout: str) -> None:
     config = RunConfig.of(dtype=dtype, layout=layout)
-    check_fits(config.model.shape, config.parallel.mesh, config)
+    check_fits(config.model.shape, config)
 
 
 def test_an_unknown_setting_is_refused_with_the_nearest_name() -> None:
@@ -376,8 +376,8 @@ def test_the_environment_of_torchrun_and_of_slurm_place_a_process() -> None:
         "MASTER_ADDR": "node0",
         "MASTER_PORT": "29500",
     }
-    assert place_in_environment(torchrun) == Place(3, 8, 1, 2)
-    assert place_in_environment(slurm) == Place(5, 16, 1, 4)
+    assert place_in_environment(torchrun) == ProcessPlace(3, 8, 1, 2)
+    assert place_in_environment(slurm) == ProcessPlace(5, 16, 1, 4)
     assert place_in_environment({}) is None
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
         place_in_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})

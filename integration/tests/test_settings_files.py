@@ -176,7 +176,7 @@ def test_sizes_that_do_not_multiply_out_are_refused_with_all_numbers(
 ) -> None:
     config = RunConfig.of(layout="dp=4,tp=2", **given)
     with pytest.raises(ConfigError) as caught:
-        check_fits(config.model.shape, config.parallel.mesh, config)
+        check_fits(config.model.shape, config)
     assert message in str(caught.value)
 
 

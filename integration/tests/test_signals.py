@@ -22,7 +22,7 @@ from trainwright.integration.model.packing import attend_causally
 from trainwright.integration.recipe import StepRecord
 from trainwright.integration.signals import ATTENTION, LOGIT, UPDATE, Signals
 from trainwright.sharding import placements_of
-from trainwright.stability_guards import Verdict
+from trainwright.stability_guards import Report, Verdict
 
 STREAM = np.frombuffer(b"a model says more of itself than its loss does, if asked. " * 4, np.uint8)
 CORPUS = Corpus(train=STREAM, held_out=STREAM, files=1, skipped=(), source="a test")
@@ -164,3 +164,31 @@ def test_files_that_ask_for_signals_in_vain_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"guards": {"logit-growth": {"factor": 2.0}}}))
     assert read_guards(str(path)).signals_every == 20
     assert read_guards("all").signals_every == 20
+
+
+class AskedFor(dict[str, float]):
+    """Signals of a report that remember which of them guards have asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: float | None = None) -> float | None:  # type: ignore[override]
+        self.asked.add(name)
+        return 1.0
+
+
+@pytest.mark.parametrize("named", ["default", "none", "all", "logit-growth", "update-ratio"])
+def test_a_plan_says_which_signals_of_the_model_its_guards_ask_for(
+    tmp_path: Path, named: str
+) -> None:
+    text = named
+    if named not in ("default", "none", "all"):
+        (tmp_path / "guards.json").write_text(f'{{"guards": {{"{named}": {{}}}}}}')
+        text = str(tmp_path / "guards.json")
+    plan = read_guards(text)
+    signals = AskedFor()
+
+    plan.guard.update(plan.guard.initial(), Report(0, 1.0, 1.0, signals=signals))
+
+    assert set(plan.signals) == signals.asked

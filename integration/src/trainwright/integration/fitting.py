@@ -8,7 +8,7 @@ from trainwright.checkpointing.activations import parse_keeper, parse_policy
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.float8_fitting import check_float8
-from trainwright.integration.guarding import read_guards
+from trainwright.integration.guarding import GuardPlan, read_guards
 from trainwright.integration.head_clipping import check_head_clipping
 from trainwright.integration.model import ModelShape
 from trainwright.integration.numerics import scales_losses
@@ -23,13 +23,13 @@ from trainwright.pipeline_schedules import GENERATORS
 from trainwright.sharding import MeshShape
 
 
-def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
+def check_fits(shape: ModelShape, config: RunConfig) -> None:
     """Check that model, batch and layout divide as they must.
 
     Raises:
         ConfigError: naming the size that does not divide and the nearest values that work.
     """
-    parallel, batch = config.parallel, config.batch
+    parallel, batch, mesh = config.parallel, config.batch, config.parallel.mesh
     _check_experts(shape, mesh, config)
     for name in ("heads", "vocabulary", *(("mlp_width",) if shape.experts is None else ())):
         size = getattr(shape, name)
@@ -50,8 +50,18 @@ def check_fits(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:
     check_head_clipping(config, shape)
     _check_activations(config)
     _check_scaling(config)
-    plan = read_guards(config.guards.guards, config.guards.exclude)
-    check_signals(config.guards.guards, plan.guard_name, shape)
+
+
+def fitting_guards(shape: ModelShape, config: RunConfig) -> GuardPlan:
+    """Return what watches a run of the model.
+
+    Raises:
+        ConfigError: a file cannot be read, or the model does not bring what a guard watches.
+    """
+    guards, exclude = config.guards.guards, config.guards.exclude
+    plan = read_guards(guards, exclude, scales_losses=scales_losses(config))
+    check_signals(guards, plan.signals, shape)
+    return plan
 
 
 def _check_experts(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:

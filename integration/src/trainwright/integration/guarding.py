@@ -52,8 +52,8 @@ GUARDS: dict[str, Callable[..., Guard]] = {
 ESCALATION = ("skips", "rollbacks", "within_steps")
 SIGNALS = ("loss", "norm")
 """What the recipe tells guards of a step."""
-OF_MODELS = ("update-ratio", "logit-growth", "attention-growth")
-"""Guards of what is measured of the model, every so many steps."""
+OF_MODELS = {"update-ratio": UPDATE, "logit-growth": LOGIT, "attention-growth": ATTENTION}
+"""Guards of what is measured of the model, every so many steps, and the signal of each."""
 SIGNALS_EVERY = 20
 VERDICTS = tuple(verdict.name for verdict in Verdict)
 END_OF_DATA = 2**48
@@ -69,6 +69,7 @@ class GuardPlan:
         recovery: how a run goes back, and how often.
         snapshots: how many states are kept in host memory to go back to; 0 for none.
         snapshot_bytes: what they may take together on a rank; None for no bound.
+        signals: of the model, which the guard watches.
         signals_every: steps between measurements of the model, for guards of it; 0 for none.
         replicas_every: steps between comparisons of weights that data ranks have alike; 0 for none.
         exclude: positions of the run's sample order that are never read.
@@ -78,6 +79,7 @@ class GuardPlan:
     recovery: RecoveryPlan = attrs.field(factory=RecoveryPlan)
     snapshots: int = 2
     snapshot_bytes: int | None = None
+    signals: tuple[str, ...] = ()
     signals_every: int = 0
     replicas_every: int = 100
     exclude: Positions = attrs.field(factory=Positions)
@@ -108,7 +110,9 @@ def read_guards(text: str, exclude: str | None = None, *, scales_losses: bool = 
     if text == "none":
         plan = GuardPlan(EmptyStepGuard(), snapshots=0, replicas_every=0)
     elif text == "all":
-        plan = GuardPlan(all_guards(), signals_every=SIGNALS_EVERY)
+        plan = GuardPlan(
+            all_guards(), signals=tuple(OF_MODELS.values()), signals_every=SIGNALS_EVERY
+        )
     elif text != "default":
         plan = _plan_of(_read_json(text, "--guards"), text)
     if exclude is not None:
@@ -150,7 +154,8 @@ def _plan_of(values: Any, file: str) -> GuardPlan:
         raise ConfigError(f"{what}: signals_every has no effect; {', '.join(OF_MODELS)} use it")
     if asks and not counted.setdefault("signals_every", SIGNALS_EVERY):
         raise ConfigError(f"{what}: {', '.join(asks)} need signals_every from 1, got 0")
-    return attrs.evolve(GuardPlan(guard, recovery), **counted)
+    signals = tuple(OF_MODELS[name] for name in asks)
+    return attrs.evolve(GuardPlan(guard, recovery, signals=signals), **counted)
 
 
 def _guard(what: str, name: str, values: Any) -> Guard:

@@ -36,7 +36,7 @@ _FORKING = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods
 
 
 @attrs.frozen
-class Place:
+class ProcessPlace:
     """Where a process stands among those that were started together."""
 
     rank: int
@@ -45,7 +45,7 @@ class Place:
     local_world_size: int
 
 
-def place_in_environment(environment: Mapping[str, str]) -> Place | None:
+def place_in_environment(environment: Mapping[str, str]) -> ProcessPlace | None:
     """Return this process's place as torchrun or Slurm tells it, or None when started alone.
 
     Raises:
@@ -70,7 +70,9 @@ def _require_meeting_place(environment: Mapping[str, str], where: str) -> None:
         )
 
 
-def run_as_worker(place: Place, work: Callable[[Communicator], T], transport: str = "auto") -> T:
+def run_as_worker(
+    place: ProcessPlace, work: Callable[[Communicator], T], transport: str = "auto"
+) -> T:
     """Join the process group, run ``work`` on it and leave.
 
     Errors are told to the peers first, so that they stop with the cause and not with a timeout.
@@ -226,7 +228,7 @@ def end_with_launcher() -> None:
     threading.Thread(target=wait, name="end with the launcher", daemon=True).start()
 
 
-def _place(environment: Mapping[str, str], *names: str) -> Place:
+def _place(environment: Mapping[str, str], *names: str) -> ProcessPlace:
     missing = [name for name in names[:2] if name not in environment]
     if missing:
         raise ConfigError(f"the environment lacks {', '.join(missing)}; start with torchrun")
@@ -238,4 +240,4 @@ def _place(environment: Mapping[str, str], *names: str) -> Place:
         raise ConfigError(
             f"the environment's {', '.join(names)} must be numbers: {error}"
         ) from error
-    return Place(rank, world_size, local_rank, local_world_size)
+    return ProcessPlace(rank, world_size, local_rank, local_world_size)

@@ -73,7 +73,7 @@ def assemble_model(config: RunConfig, world: Communicator, shape: ModelShape) ->
 
     Communicates: the splits of the mesh.
     """
-    check_fits(shape, config.parallel.mesh, config)
+    check_fits(shape, config)
     mesh = Mesh(world, config.parallel.mesh)
     schedule = make_schedule(config)
     stages = build_stages(config, shape, mesh, schedule)

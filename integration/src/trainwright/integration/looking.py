@@ -34,5 +34,5 @@ def settings_for(place: Place, options: argparse.Namespace) -> RunConfig:
     found = {name: getattr(options, name, None) for name in LEAVES}
     given = {name: value for name, value in found.items() if value is not None}
     config = place.settings(given)
-    check_fits(place.shape(), config.parallel.mesh, config)
+    check_fits(place.shape(), config)
     return config

@@ -15,8 +15,8 @@ from trainwright.integration.chunks import Chunks
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Data
 from trainwright.integration.feed import Feed
-from trainwright.integration.fitting import check_fits
-from trainwright.integration.guarding import GuardPlan, read_guards
+from trainwright.integration.fitting import check_fits, fitting_guards
+from trainwright.integration.guarding import GuardPlan
 from trainwright.integration.head_clipping import HeadClipping
 from trainwright.integration.hugging_face import load_
 from trainwright.integration.model import ModelShape
@@ -24,7 +24,6 @@ from trainwright.integration.numerics import (
     ProductScales,
     choose_scaler,
     give_float8,
-    scales_losses,
 )
 from trainwright.integration.optimizers import Factory, JoinedOptimizer, OptimizerPlan
 from trainwright.integration.rates import decay_mover, learning_rate
@@ -170,9 +169,8 @@ def assemble(
     shape = shape or shape_for(config, corpus.tokenizer.vocabulary)
     shape = config.model.applied(shape)
     check_vocabulary(shape, corpus.tokenizer.vocabulary, config.model.model)
-    watched = config.guards
-    plan = read_guards(watched.guards, watched.exclude, scales_losses=scales_losses(config))
-    check_fits(shape, config.parallel.mesh, config)
+    check_fits(shape, config)
+    plan = fitting_guards(shape, config)
     mesh = Mesh(world, config.parallel.mesh)
     schedule = make_schedule(config)
     stages = build_stages(config, shape, mesh, schedule)

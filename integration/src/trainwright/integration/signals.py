@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -27,12 +27,12 @@ UPDATE = "update_ratio"
 """The largest norm of a tensor's update over that of the tensor, of the update before."""
 
 
-def check_signals(guards: str, watched: str, shape: ModelShape) -> None:
+def check_signals(guards: str, watched: Collection[str], shape: ModelShape) -> None:
     """Check that a model brings what guards watch.
 
     Args:
         guards: what ``--guards`` says.
-        watched: the guards with what they watch, in words.
+        watched: signals of the model.
         shape: the model's.
 
     Raises:

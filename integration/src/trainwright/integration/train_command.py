@@ -20,7 +20,7 @@ from trainwright.integration.data import known_vocabulary
 from trainwright.integration.endings import Ending
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.finishing import Summary, report
-from trainwright.integration.fitting import check_fits
+from trainwright.integration.fitting import check_fits, fitting_guards
 from trainwright.integration.preparing import prepare, prepared_by_first
 from trainwright.integration.restarting import (
     StartOptions,
@@ -115,7 +115,8 @@ def tell(result: Summary | Stopped, as_json: bool, *, first: bool = True) -> int
 
 def _check(config: RunConfig) -> None:
     shape = shape_for(config, known_vocabulary(config.data.choice))
-    check_fits(shape, config.parallel.mesh, config)
+    check_fits(shape, config)
+    fitting_guards(shape, config)
 
 
 def _run_threads(config: RunConfig, out: str, resume: bool, options: argparse.Namespace) -> int:
@@ -162,7 +163,7 @@ def _meeting(config: RunConfig, out: str, resume: bool, options: argparse.Namesp
 
 @record
 def _work_in_place(
-    place: launch.Place, config: RunConfig, begin: Begin, options: argparse.Namespace
+    place: launch.ProcessPlace, config: RunConfig, begin: Begin, options: argparse.Namespace
 ) -> int:
     with contextlib.ExitStack() as held:
         stop = _stop(options, held)
