@@ -1,4 +1,4 @@
-"""All planted faults."""
+"""All planted faults, by kind."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from tools.mutants.faults_of_schedules import FAULTS_OF_SCHEDULES
 from tools.mutants.faults_of_sequence_parallelism import FAULTS_OF_SEQUENCE_PARALLELISM
 from tools.mutants.faults_of_tensor_parallelism import FAULTS_OF_TENSOR_PARALLELISM
 
-FAULTS = (
-    *FAULTS_OF_DATA_PARALLELISM,
-    *FAULTS_OF_TENSOR_PARALLELISM,
-    *FAULTS_OF_SEQUENCE_PARALLELISM,
-    *FAULTS_OF_SCHEDULES,
-    *FAULTS_OF_PRECISION,
-    *FAULTS_OF_FLOAT8,
-    *FAULTS_OF_CONTEXT_AND_EXPERTS,
-    *FAULTS_OF_OPTIMIZERS,
-    *FAULTS_OF_GUARDS,
-    *FAULTS_OF_THE_WHOLE,
-)
+KINDS = {
+    "data parallelism": FAULTS_OF_DATA_PARALLELISM,
+    "tensor parallelism": FAULTS_OF_TENSOR_PARALLELISM,
+    "sequence parallelism": FAULTS_OF_SEQUENCE_PARALLELISM,
+    "schedules": FAULTS_OF_SCHEDULES,
+    "precision": FAULTS_OF_PRECISION,
+    "FP8": FAULTS_OF_FLOAT8,
+    "context and experts": FAULTS_OF_CONTEXT_AND_EXPERTS,
+    "optimizers": FAULTS_OF_OPTIMIZERS,
+    "guards": FAULTS_OF_GUARDS,
+    "the whole": FAULTS_OF_THE_WHOLE,
+}
+
+FAULTS = tuple(fault for faults in KINDS.values() for fault in faults)

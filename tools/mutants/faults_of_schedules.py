@@ -17,7 +17,7 @@ FAULTS_OF_SCHEDULES = (
         f"{INTEGRATION}/sharded.py",
         "build_stage(shape, layers, blocks[number], runner)",
         "build_stage(shape, layers, blocks[number ^ 2 if number ^ 2 < len(blocks) else number], "
-        "policy)",
+        "runner)",
         IN_LOOPS,
     ),
     Fault(

@@ -1,0 +1,93 @@
+"""Planting faults in copies of the tree, one at a time in each, and watching what goes red."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import attrs
+
+from tools.mutants.faults import Fault
+from tools.mutants.running import Outcome, Verdict, run_tests, suites_of
+from tools.mutants.tree import StaleFaultError, copy_sources, planted
+
+DEADLINE_S = 200.0
+SUITES_DEADLINE_S = 1800.0
+SOUND_DEADLINE_S = 3600.0
+
+
+def copies(folder: Path, number: int) -> list[Path]:
+    """Return trees in folders of their own, of which only the first is made from the sources."""
+    for name in range(number):
+        (folder / str(name)).mkdir()
+    first = copy_sources(folder / "0")
+    return [first] + [
+        shutil.copytree(first, folder / str(name) / "tree") for name in range(1, number)
+    ]
+
+
+def outcomes(
+    faults: Sequence[Fault], trees: Sequence[Path], all_tests: bool
+) -> Iterator[tuple[Fault, Outcome]]:
+    """Plant faults, as many at once as there are trees; give what became of each as it ends."""
+    free: queue.Queue[Path] = queue.Queue()
+    for tree in trees:
+        free.put(tree)
+
+    def work(fault: Fault) -> Outcome:
+        tree = free.get()
+        try:
+            return outcome_of(fault, tree, all_tests)
+        finally:
+            free.put(tree)
+
+    with concurrent.futures.ThreadPoolExecutor(len(trees)) as pool:
+        waiting = {pool.submit(work, fault): fault for fault in faults}
+        try:
+            for future in concurrent.futures.as_completed(waiting):
+                yield waiting[future], future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def outcome_of(fault: Fault, tree: Path, all_tests: bool = False) -> Outcome:
+    """Plant one fault and run its tests; then its package's and the whole's, where asked to."""
+    try:
+        with planted(fault, tree):
+            first = run_tests(tree, fault.tests, DEADLINE_S)
+            if first.verdict != Verdict.MISSED or not all_tests:
+                return first
+            later = run_tests(tree, suites_of(fault), SUITES_DEADLINE_S)
+    except StaleFaultError as stale:
+        return Outcome(Verdict.BROKEN, says=str(stale))
+    return attrs.evolve(
+        later,
+        verdict=Verdict.CAUGHT_LATER if later.verdict.is_caught else later.verdict,
+        seconds=first.seconds + later.seconds,
+        processor_seconds=first.processor_seconds + later.processor_seconds,
+    )
+
+
+def without_the_unsound(found: Mapping[Fault, Outcome], tree: Path) -> dict[Fault, Outcome]:
+    """Run the tests that went red once more, on the right text.
+
+    A test that is red there too has seen no fault: what it caught counts as broken.
+    """
+    caught = (Verdict.CAUGHT, Verdict.CAUGHT_LATER)
+    named = sorted({o.test for o in found.values() if o.verdict in caught})
+    sound = dict(found)
+    while named:
+        again = run_tests(tree, named, SOUND_DEADLINE_S)
+        if again.verdict == Verdict.MISSED:
+            break
+        if again.test not in named:
+            raise SystemExit(f"the right text could not be tested: {again.test} {again.says}")
+        named.remove(again.test)
+        says = f"red on the right text as well: {again.says}"
+        for fault, outcome in found.items():
+            if outcome.test == again.test:
+                sound[fault] = attrs.evolve(outcome, verdict=Verdict.BROKEN, says=says)
+    return sound
