@@ -80,7 +80,10 @@ def test_a_file_of_any_format_says_the_same_and_options_go_before_it(
         ("a.toml", "async_save = 1\n", ["--async-save must be true or false, got 1"]),
         ("a.json", '{"lr": null}', ["--lr must be a number, got None"]),
         ("a.json", '{"lr": NaN}', ["--lr", "finite"]),
-        ("a.json", "[" * 100_000, ["a.json", "recursion"]),
+        ("a.json", "[" * 60_000, ["a.json", "nested too deep"]),
+        ("a.yaml", "[" * 9_000, ["a.yaml", "nested too deep"]),
+        ("a.json", " " * 100_000, ["a.json", "longer than 65536 bytes"]),
+        ("a.yaml", "seed: &a 1\nsteps: *a\n", ["line 2 has the alias *a", "write out"]),
     ],
 )
 def test_a_file_that_says_a_thing_twice_or_wrong_is_named_with_the_way_out(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import attrs
 
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.outside_files import parse_json, read_text
 from trainwright.integration.settings.files import without_repeats
 from trainwright.integration.signals import ATTENTION, LOGIT, UPDATE
 from trainwright.stability_guards import (
@@ -201,6 +201,6 @@ def _check_keys(what: str, values: Any, allowed: Iterable[str]) -> None:
 
 def _read_json(path: str, option: str) -> Any:
     try:
-        return json.loads(Path(path).read_text(), object_pairs_hook=without_repeats)
+        return parse_json(read_text(Path(path)), without_repeats)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{option} {path}: cannot be read as JSON: {error}") from error

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import attrs
 
 from trainwright.integration.aside import write_aside
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import RunFolderError
+from trainwright.integration.outside_files import number, parse_json, read_object
 
 CONFIG = "config.json"
 IDENTITY = "run.json"
@@ -153,9 +155,9 @@ class RunFolder:
         """
         path = self.path / IDENTITY
         try:
-            values = json.loads(path.read_text())
+            values = read_object(path)
             return Identity(run=str(values["run"]), data=str(values["data"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise RunFolderError(f"cannot read whose run {self.path} holds: {error}") from error
 
     def check_data(self, data: str, source: str, *, allow_other: bool) -> None:
@@ -209,11 +211,12 @@ class RunFolder:
         """Return the steps and losses recorded so far."""
         if not self.metrics.exists():
             return [], []
-        lines = self.metrics.read_text(errors="replace").splitlines()
-        read = [json.loads(line) for line in lines if _step_of(line) < float("inf")]
-        rows = [row for row in read if "loss" in row]
         # A step that was made again after a rollback counts as it was made last.
-        losses = {row["step"]: float("nan") if row["loss"] is None else row["loss"] for row in rows}
+        losses: dict[int, float] = {}
+        for line in self.metrics.read_text(errors="replace").split("\n"):
+            row = _row_of(line)
+            if "loss" in row:
+                losses[int(row["step"])] = number(row["loss"])
         steps = sorted(losses)
         return steps, [losses[step] for step in steps]
 
@@ -238,7 +241,7 @@ def _cut(path: Path, step: int, first: Callable[[list[str]], None] = lambda line
     kept: list[str] = []
     taken: list[str] = []
     text = path.read_text(errors="replace")
-    for line in text.splitlines():
+    for line in text.removesuffix("\n").split("\n"):
         (kept if _step_of(line) <= step else taken).append(line + "\n")
     if taken:
         first(taken)
@@ -248,7 +251,14 @@ def _cut(path: Path, step: int, first: Callable[[list[str]], None] = lambda line
 
 def _step_of(line: str) -> float:
     # A line torn by a crash counts as one after the checkpoint.
+    return float(_row_of(line).get("step", math.inf))
+
+
+def _row_of(line: str) -> dict[str, Any]:
+    """Return what a line says of a step; nothing where it is torn or damaged."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        row = parse_json(line)
+    except ValueError:
+        return {}
+    is_one = isinstance(row, dict) and 0 <= number(row.get("step")) < 2**53
+    return row if is_one else {}

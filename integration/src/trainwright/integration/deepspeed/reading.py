@@ -28,6 +28,7 @@ from trainwright.integration.deepspeed.tolerant import parse_tolerantly
 from trainwright.integration.deepspeed.training import clipping, optimizer, scheduler
 from trainwright.integration.deepspeed.zero import zero_optimization
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.outside_files import read_text
 
 
 @attrs.frozen
@@ -83,7 +84,7 @@ def read_deepspeed(
 
 def _from_file(path: Path) -> Any:
     try:
-        return parse_tolerantly(path.read_text(encoding="utf-8"))
+        return parse_tolerantly(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             "cannot be read as JSON, in which there may be comments and commas behind last "

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trainwright.integration.outside_files import number
 from trainwright.integration.report.chart import Chart, Curve, Mark
 from trainwright.integration.report.columns import Columns, Layer
-from trainwright.integration.report.reading import RunFacts, Series, number
+from trainwright.integration.report.reading import RunFacts, Series
 from trainwright.integration.report.scales import short
 
 MOST_MARKS = 150

@@ -9,11 +9,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from trainwright.integration.outside_files import number
 from trainwright.integration.report.chart import draw
 from trainwright.integration.report.columns import draw_columns
 from trainwright.integration.report.figures import charts_of, columns_of, marks_of
 from trainwright.integration.report.pipeline import draw_pipeline, ideal_of, lanes_of
-from trainwright.integration.report.reading import RunFacts, number
+from trainwright.integration.report.reading import RunFacts
 from trainwright.integration.report.scales import short
 from trainwright.integration.report.tiles import tiles_of
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from trainwright.integration.report.reading import number
+from trainwright.integration.outside_files import number
 from trainwright.integration.report.scales import Scale, short
 from trainwright.pipeline_schedules import GENERATORS, Costs, Kind, ScheduleError, simulate
 

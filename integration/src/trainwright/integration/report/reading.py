@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainwright.integration.errors import RunFolderError
+from trainwright.integration.outside_files import number, parse_json, read_object
 
 Values = NDArray[np.float64]
 COLUMNS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "mfu", "memory_bytes")
@@ -92,8 +91,15 @@ def read_run(path: Path) -> RunFacts:
     """Read a run folder, of a run under way, finished, killed or damaged alike.
 
     Raises:
-        RunFolderError: there is no run.
+        RunFolderError: there is no run, or it may not be read.
     """
+    try:
+        return _read_run(path)
+    except OSError as error:
+        raise RunFolderError(f"cannot read the run in {path}: {error}") from error
+
+
+def _read_run(path: Path) -> RunFacts:
     metrics = path / "metrics.jsonl"
     if not (path / "config.json").exists() and not metrics.exists():
         raise RunFolderError(f"{path} holds no run: it has neither config.json nor metrics.jsonl")
@@ -115,16 +121,6 @@ def read_run(path: Path) -> RunFacts:
     )
 
 
-def number(value: object) -> float:
-    """Return a plain number, or NaN for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
-
-
 def _made_last(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows by step; one that was made again after a rollback as it was made last."""
     found = {row["step"]: row for row in rows}
@@ -143,8 +139,8 @@ def _lines(path: Path, unreadable: dict[str, int]) -> Iterator[dict[str, Any]]:
     with path.open(errors="replace") as file:
         for line in file:
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
+                row = parse_json(line)
+            except ValueError:
                 row = None
             if isinstance(row, dict) and 0 <= number(row.get("step")) < 2**53:
                 yield row
@@ -156,13 +152,10 @@ def _mapping(path: Path, unreadable: dict[str, int]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        return read_object(path)
+    except (OSError, ValueError):
         unreadable[path.name] = 1
         return {}
-    return found
 
 
 def _sections(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from trainwright.integration.report.reading import RunFacts, number
+from trainwright.integration.outside_files import number
+from trainwright.integration.report.reading import RunFacts
 from trainwright.integration.report.scales import short
 
 

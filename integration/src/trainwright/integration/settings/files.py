@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,10 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.outside_files import parse_json, read_text
+
+MOST_BYTES = 1 << 16
+"""What is longer is no file of settings."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -24,8 +28,10 @@ def read_file(path: Path) -> dict[str, Any]:
     if parse is None:
         raise ConfigError(f"{path} must end in one of {', '.join(_PARSERS)}, which says its format")
     try:
-        values = parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        values = parse(read_text(path, MOST_BYTES))
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deep to be settings: {error}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read settings from {path}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold settings by name, got {type(values).__name__}")
@@ -40,13 +46,25 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """
     made = dict(pairs)
     if len(made) < len(pairs):
-        repeated = sorted(key for key in made if [name for name, _ in pairs].count(key) > 1)
+        counts = Counter(name for name, _ in pairs)
+        repeated = sorted(name for name, count in counts.items() if count > 1)
         raise ValueError(f"{', '.join(repeated)} is there more than once")
     return made
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads what is data only, keys that are text once each, and 1e-3 as the number that it is."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            # A few lines of aliases to aliases hold more values than any memory.
+            event = self.peek_event()
+            raise ValueError(
+                f"line {event.start_mark.line + 1} has the alias *{event.anchor}; aliases are not "
+                "read: write out what it stands for"
+            )
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
@@ -77,5 +95,5 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     ".toml": tomllib.loads,
     ".yaml": _yaml,
     ".yml": _yaml,
-    ".json": lambda text: json.loads(text, object_pairs_hook=without_repeats),
+    ".json": lambda text: parse_json(text, without_repeats),
 }

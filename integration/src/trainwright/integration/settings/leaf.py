@@ -106,7 +106,7 @@ def kinds_of(section: type[attrs.AttrsInstance]) -> Mapping[str, Kind]:
 def _check_kind(section: attrs.AttrsInstance, field: attrs.Attribute[Any], value: object) -> None:
     kind = kinds_of(type(section))[field.name]
     if not kind.admits(value):
-        raise ConfigError(f"{option(field.name)} must be {kind.words}, got {value!r}")
+        raise ConfigError(f"{option(field.name)} must be {kind.words}, got {value!r:.200}")
 
 
 def _kind(hint: Any) -> Kind:

@@ -104,7 +104,7 @@ def flatten(tree: type[attrs.AttrsInstance], mapping: Mapping[str, Any]) -> dict
         elif key in leaves:
             found = {key: value}
         elif key in sections:
-            raise ConfigError(f"{key} is a section of settings, got {value!r}")
+            raise ConfigError(f"{key} is a section of settings, got {value!r:.200}")
         else:
             near = _hint(key, {}, sections) if isinstance(value, Mapping) else _hint(key, leaves)
             raise ConfigError(f"unknown setting {key!r}{near}")
