@@ -31,7 +31,7 @@ SAMPLE = 300  # inputs a reader in the suites that run by default
 
 _SHRINK_S = 20.0
 _SHOWN_BYTES = 600
-_MAX_MESSAGE = 20_000
+_MAX_MESSAGE = 10_000  # letters, and what the input itself might take when it is shown
 _WALL_FACTOR = 20  # a machine under load is slow; CPU seconds are the reader's own
 
 
@@ -134,7 +134,7 @@ def _try(reader: Reader, data: bytes) -> tuple[_Problem | None, str | None]:
             return _Problem(("other value",), text), None
         error = None
     except reader.allowed as caught:
-        problem = _unprintable(caught)
+        problem = _unprintable(caught, _MAX_MESSAGE + 4 * len(data))
         if problem is not None:
             return problem, None
         error = type(caught).__name__
@@ -146,14 +146,14 @@ def _try(reader: Reader, data: bytes) -> tuple[_Problem | None, str | None]:
     return None, error
 
 
-def _unprintable(error: Exception) -> _Problem | None:
+def _unprintable(error: Exception, max_letters: int) -> _Problem | None:
     """Return what is wrong with an error's message, if anything."""
     text = str(error)
     try:
         text.encode()
     except UnicodeEncodeError as cause:
         return _Problem(("message",), f"{type(error).__name__} cannot be printed: {cause}")
-    if not text.strip() or len(text) > _MAX_MESSAGE:
+    if not text.strip() or len(text) > max_letters:
         shown = f"{type(error).__name__} has a message of {len(text)} letters: {text[:300]}"
         return _Problem(("message",), shown)
     return None

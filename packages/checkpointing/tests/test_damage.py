@@ -6,6 +6,7 @@ import re
 import zlib
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -18,8 +19,15 @@ from trainwright.checkpointing.errors import (
     NoCheckpointError,
 )
 from trainwright.checkpointing.state import Sharded, StateStore
+from trainwright.checkpointing.state.catalog import Saved
 from trainwright.checkpointing.state.header import parse_header
-from trainwright.checkpointing.state.manifest import IndexRecord, Manifest, decode_manifest
+from trainwright.checkpointing.state.manifest import (
+    IndexRecord,
+    Manifest,
+    decode_manifest,
+    read_manifest,
+)
+from trainwright.checkpointing.state.reading import Checkpoint
 from trainwright.checkpointing.state.tensor_file import plan_header
 from trainwright.checkpointing.state.tree import take_leaves
 from trainwright.checkpointing.testing.files import CrashingFiles
@@ -254,6 +262,29 @@ def test_a_forged_plain_value_raises_the_packages_error_before_a_tensor_is_writt
     with pytest.raises((DamagedCheckpointError, NoCheckpointError)):
         store.load(target, 2)
     assert target["w"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e400"])
+def test_a_number_that_is_not_finite_is_not_read_as_json_does_not_have_it(number):
+    body = MANIFEST.encode()[len('{"crc32":"00000000","body":') : -2]
+    body = body.replace(b'{"a":1}', b'{"a":%s}' % number)
+    with pytest.raises(DamagedCheckpointError, match="is not finite"):
+        decode_manifest(b'{"crc32":"%08x","body":%s}\n' % (zlib.crc32(body), body), HERE)
+
+
+def test_an_index_that_claims_more_elements_than_there_are_takes_no_memory_for_them():
+    files, _, folder = _saved()
+    path = folder / "index-00000.json"
+    data = bytes(files._file(path).data).replace(b"[20]", b"[%d]" % 2**40)
+    body = data[len('{"crc32":"00000000","body":') : -2]
+    data = b'{"crc32":"%08x","body":%s}\n' % (zlib.crc32(body), body)
+    files._file(path).data = bytearray(data)
+    known = (IndexRecord(len(data), zlib.crc32(body)),)
+    manifest = attrs.evolve(read_manifest(files, folder), index=known)
+    opened = Checkpoint(files, Saved(folder, manifest))
+    assert opened.tensors["w"].shape == (2**40,)
+    with pytest.raises(DamagedCheckpointError, match="only 20 of this rank's 1099511627776"):
+        opened.read("w")
 
 
 def test_every_error_of_the_package_is_a_checkpointing_error():

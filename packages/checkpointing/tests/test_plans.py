@@ -86,6 +86,35 @@ def test_what_is_no_plan_is_refused(text):
         costs_from_json(text)
 
 
+OPERATOR = '{"kind": "operators", "claims": null, "choices": [], %s}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        OPERATOR % '"decisions": [[1, "keep", ""]]',
+        OPERATOR % '"decisions": [["mm", "keep", null]]',
+        OPERATOR % '"operators": [{"name": 1, "forward_s": 1, "output_bytes": 1}]',
+        OPERATOR % '"operators": [{"name": "a", "forward_s": 1, "output_bytes": 1, "needed": 0}]',
+        '{"kind": "chain", "items": [[0, ""]], "claims": {"time_s": NaN, "lower_bound_s": 0, '
+        '"peak_bytes": 1, "budget_bytes": 1}}',
+        '{"kind": "chain", "items": [[0, ""]], "claims": {"time_s": 1, "lower_bound_s": 0, '
+        '"peak_bytes": [], "budget_bytes": 1}}',
+    ],
+)
+def test_a_plan_with_a_value_of_another_type_is_refused_when_it_is_read(text):
+    with pytest.raises(PlanError):
+        plan_from_json(text)
+    with pytest.raises(PlanError):
+        costs_from_json(text)
+
+
+def test_a_message_can_be_printed_whatever_the_file_names():
+    with pytest.raises(PlanError, match=r"\\ud800") as caught:
+        costs_from_json('{"choices": [{"kind": "offload", "\\ud800": 1}]}')
+    assert str(caught.value).encode()
+
+
 def test_plans_are_equal_by_what_they_do_not_by_what_they_claim():
     made = plan(ChainCosts([UNIT] * 3, 1), 100)
 

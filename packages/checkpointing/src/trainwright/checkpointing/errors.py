@@ -6,6 +6,10 @@ from __future__ import annotations
 class CheckpointingError(Exception):
     """Base of every error that this package raises on purpose."""
 
+    def __str__(self) -> str:
+        # Names from outside may hold what cannot be printed, and a message must come out.
+        return super().__str__().encode(errors="backslashreplace").decode()
+
 
 class PolicyError(CheckpointingError, ValueError):
     """An activation policy, or what it was given, does not make sense."""

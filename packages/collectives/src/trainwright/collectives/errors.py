@@ -4,6 +4,10 @@
 class CollectiveError(RuntimeError):
     """Something went wrong in or around a collective operation."""
 
+    def __str__(self) -> str:
+        # Names from outside may hold what cannot be printed, and a message must come out.
+        return super().__str__().encode(errors="backslashreplace").decode()
+
 
 class UsageError(CollectiveError, ValueError):
     """The caller asked for something the contract does not allow.

@@ -20,3 +20,7 @@ class ScheduleError(ValueError):
     def __init__(self, message: str, places: Sequence[tuple[int, Action]] = ()) -> None:
         super().__init__(message)
         self.places: tuple[tuple[int, Action], ...] = tuple(places)
+
+    def __str__(self) -> str:
+        # Names from outside may hold what cannot be printed, and a message must come out.
+        return super().__str__().encode(errors="backslashreplace").decode()

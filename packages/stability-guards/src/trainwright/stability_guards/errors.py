@@ -4,6 +4,10 @@
 class GuardError(ValueError):
     """A user's mistake about clipping, schedules or guards; nothing has been changed."""
 
+    def __str__(self) -> str:
+        # Names from outside may hold what cannot be printed, and a message must come out.
+        return super().__str__().encode(errors="backslashreplace").decode()
+
 
 class NotAvailableError(GuardError, NotImplementedError):
     """Something that this package means to offer and does not offer yet."""

@@ -52,11 +52,18 @@ class Header:
 def parse_json(text: bytes | bytearray | str, source: Path) -> Any:
     """Return the JSON value in ``text``; an object that names a key twice is refused.
 
+    So are numbers that are not finite, which Python reads and JSON does not have.
+
     Raises:
         DamagedCheckpointError: It is not JSON that Python can hold.
     """
     try:
-        return json.loads(text, object_pairs_hook=_refuse_twins)
+        return json.loads(
+            text,
+            object_pairs_hook=_refuse_twins,
+            parse_float=_finite,
+            parse_constant=_finite,
+        )
     except (ValueError, RecursionError) as error:  # ValueError: syntax, encoding, huge integers
         raise DamagedCheckpointError(f"{source} is damaged: {error}") from error
 
@@ -190,3 +197,10 @@ def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise ValueError("an object names a key twice")
     return result
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text:.20} is not finite")
+    return number

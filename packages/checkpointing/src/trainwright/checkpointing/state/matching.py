@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import torch
 
+from trainwright.collectives import ShardSpec
 from trainwright.collectives.overlap import find_runs
 
 from .aliases import find_aliases
@@ -156,7 +157,7 @@ def _compare(leaf: TensorLeaf, found: Located, convert: Sequence[str]) -> str | 
             return f"{expected}, {there}"
         if not is_named(leaf.path, convert):
             return f"{expected}, {there}; to round or widen it, name it in convert"
-    return find_hole(leaf, found)
+    return find_hole(leaf.spec, found)
 
 
 def _describe(found: Located) -> str:
@@ -171,9 +172,9 @@ def _are_alike(a: torch.dtype, b: torch.dtype) -> bool:
     return both_real or (a.is_complex and b.is_complex)
 
 
-def find_hole(leaf: TensorLeaf, found: Located) -> str | None:
+def find_hole(spec: ShardSpec, found: Located) -> str | None:
     """Return which element the pieces do not hold exactly once; saves see to it that none."""
-    parts = leaf.spec.parts()
+    parts = spec.parts()
     runs = [find_runs(piece.spec.parts(), parts)[:, 1:] for piece in found.pieces]
     both = np.concatenate([np.empty((0, 2), dtype=np.int64), *runs])
     both = both[np.argsort(both[:, 0], kind="stable")]
@@ -184,6 +185,6 @@ def find_hole(leaf: TensorLeaf, found: Located) -> str | None:
         what = "is not there" if start > end else "is there twice"
         return f"element {min(start, end)} of this rank's part {what}"
     held = int(ends[-1]) if len(ends) else 0
-    if held != leaf.spec.numel:
-        return f"only {held} of this rank's {leaf.spec.numel} elements are there"
+    if held != spec.numel:
+        return f"only {held} of this rank's {spec.numel} elements are there"
     return None

@@ -144,11 +144,11 @@ class Checkpoint:
                 f"{name}: expected a spec of the shape {located.global_shape}, "
                 f"found {part.global_shape}"
             )
+        hole = find_hole(part, located)
+        if hole is not None:  # before memory is taken for what the index only claims
+            raise DamagedCheckpointError(f"{self.folder} is damaged: {name}: {hole}")
         tensor = torch.empty(part.local_shape, dtype=located.dtype, device="cpu")
         leaf = TensorLeaf(name, tensor, part, everywhere=False)
-        hole = find_hole(leaf, located)
-        if hole is not None:
-            raise DamagedCheckpointError(f"{self.folder} is damaged: {name}: {hole}")
         fill(self._data, Want(leaf, located))
         return tensor
 

@@ -20,6 +20,18 @@ def identifier(instance: object, attribute: attrs.Attribute[Any], value: object)
         )
 
 
+def text(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    """Accept a name of any letters, but no other thing than a text."""
+    if not isinstance(value, str):
+        raise PlanError(f"{_place(instance, attribute)} must be a text, got {value!r}")
+
+
+def flag(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    """Accept True and False."""
+    if type(value) is not bool:
+        raise PlanError(f"{_place(instance, attribute)} must be True or False, got {value!r}")
+
+
 def whole(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     """Accept a whole number of at least 0."""
     if type(value) is not int or value < 0:
@@ -52,9 +64,11 @@ def fraction(instance: object, attribute: attrs.Attribute[Any], value: object) -
 
 def unique(kind: str, names: list[str]) -> None:
     """Refuse names that occur twice."""
+    seen: set[str] = set()
     for name in names:
-        if names.count(name) > 1:
+        if name in seen:
             raise PlanError(f"{kind} {name!r} is given twice; give each its own name")
+        seen.add(name)
 
 
 def budget(value: object) -> None:

@@ -8,7 +8,7 @@ import attrs
 
 from trainwright.checkpointing.errors import PlanError
 
-from .checks import non_negative, unique, whole
+from .checks import flag, non_negative, text, unique, whole
 from .choices import Choice, Partial
 
 
@@ -61,16 +61,16 @@ class LayerCost:
         PlanError: A value is out of range, or two contradict each other.
     """
 
-    name: str
+    name: str = attrs.field(validator=text)
     forward_s: float = attrs.field(validator=non_negative)
     backward_s: float = attrs.field(validator=non_negative)
     output_bytes: int = attrs.field(validator=whole)
     saved_bytes: int = attrs.field(validator=whole)
-    output_saved: bool = attrs.field(default=False, kw_only=True)
-    input_saved: bool = attrs.field(default=True, kw_only=True)
+    output_saved: bool = attrs.field(default=False, validator=flag, kw_only=True)
+    input_saved: bool = attrs.field(default=True, validator=flag, kw_only=True)
     forward_temporary_bytes: int = attrs.field(default=0, validator=whole, kw_only=True)
     backward_temporary_bytes: int = attrs.field(default=0, validator=whole, kw_only=True)
-    recomputable: bool = attrs.field(default=True, kw_only=True)
+    recomputable: bool = attrs.field(default=True, validator=flag, kw_only=True)
     compressible_bytes: int | None = attrs.field(default=None, kw_only=True)
     partials: tuple[Partial, ...] = attrs.field(default=(), converter=as_partials, kw_only=True)
 
@@ -152,12 +152,12 @@ class OperatorCost:
         PlanError: A value is out of range.
     """
 
-    name: str
+    name: str = attrs.field(validator=text)
     forward_s: float = attrs.field(validator=non_negative)
     output_bytes: int = attrs.field(validator=whole)
     inputs: tuple[str, ...] = attrs.field(default=(), converter=as_names)
-    needed: bool = attrs.field(default=True, kw_only=True)
-    recomputable: bool = attrs.field(default=True, kw_only=True)
+    needed: bool = attrs.field(default=True, validator=flag, kw_only=True)
+    recomputable: bool = attrs.field(default=True, validator=flag, kw_only=True)
     compressible_bytes: int | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:

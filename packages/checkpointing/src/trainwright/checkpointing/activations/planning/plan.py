@@ -8,7 +8,7 @@ import attrs
 
 from trainwright.checkpointing.errors import PlanError
 
-from .checks import identifier, whole
+from .checks import identifier, non_negative, positive, text, whole
 
 
 @attrs.frozen
@@ -24,11 +24,11 @@ class Claims:
         unit_bytes: Bytes were rounded up to multiples of this; 1 if they were not rounded.
     """
 
-    time_s: float
-    lower_bound_s: float
-    peak_bytes: int
-    budget_bytes: int
-    unit_bytes: float = 1.0
+    time_s: float = attrs.field(validator=non_negative)
+    lower_bound_s: float = attrs.field(validator=non_negative)
+    peak_bytes: int = attrs.field(validator=whole)
+    budget_bytes: int = attrs.field(validator=whole)
+    unit_bytes: float = attrs.field(default=1.0, validator=positive)
 
     @property
     def gap_s(self) -> float:
@@ -161,9 +161,9 @@ class OperatorDecision:
         store: For kept ones, "" or the name of a choice.
     """
 
-    name: str
+    name: str = attrs.field(validator=text)
     action: str = attrs.field(validator=attrs.validators.in_(("keep", "recompute", "drop")))
-    store: str = ""
+    store: str = attrs.field(default="", validator=text)
 
 
 @attrs.frozen
