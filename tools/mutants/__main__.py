@@ -10,6 +10,7 @@ The exit code is 1 where fewer than 95% of the faults are caught, or where one i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from tools.mutants.catalog import FAULTS, KINDS
 from tools.mutants.faults import Fault
 from tools.mutants.known_missed import KNOWN_MISSED
 from tools.mutants.planting import copies, outcomes, without_the_unsound
-from tools.mutants.running import Outcome
+from tools.mutants.running import Outcome, Runner
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,14 +35,15 @@ def main(arguments: Sequence[str]) -> int:
     kept = options.out or options.resume
     found = results.read(options.resume, chosen) if options.resume else {}
     left = [fault for fault in chosen if fault not in found]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         trees = copies(Path(folder), options.workers)
-        for fault, outcome in outcomes(left, trees, options.all_tests):
+        runners = [stack.enter_context(Runner(tree)) for tree in trees]
+        for fault, outcome in outcomes(left, runners, options.all_tests):
             found[fault] = outcome
             print(_line(fault, outcome), flush=True)
             if kept:
                 results.write(kept, found)
-        found = without_the_unsound(found, trees[0])
+        found = without_the_unsound(found, runners[0])
     if kept:
         results.write(kept, found)
     print(report(found))

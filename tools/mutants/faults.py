@@ -14,7 +14,8 @@ INTEGRATION = "integration/src/trainwright/integration"
 ONE_STEP = "test_one_step_in_a_layout and float64"
 IN_3D = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp2-tp2-pp2")
 IN_PIPELINE = ("tests/test_law.py", "-k", f"{ONE_STEP} and pp5")
-TRAJECTORY = ("tests/test_law.py", "-k", "fifty_steps_in_a_layout")
+ALONE = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp2-float64")
+SERIAL_LOOP = ("integration/tests/test_ramping.py", "-k", "serial_loop")
 IN_DATA = ("tests/test_law.py", "-k", f"{ONE_STEP} and dp3-pp2")
 
 
@@ -115,7 +116,7 @@ FAULTS_OF_THE_WHOLE = (
         f"{INTEGRATION}/sharded.py",
         "initialize=initializer(placements, shape, config.seed) if drawn",
         'initialize=initializer(placements, shape, config.seed + mesh.coordinate("pp")) if drawn',
-        TRAJECTORY,
+        SERIAL_LOOP,
     ),
     Fault(
         "tensor ranks hold each other's rows",
@@ -159,7 +160,7 @@ FAULTS_OF_THE_WHOLE = (
         f"{INTEGRATION}/recipe.py",
         "    progress.updates += 1",
         "    progress.updates += 2",
-        TRAJECTORY,
+        SERIAL_LOOP,
     ),
     Fault(
         "a resumed reader starts over",

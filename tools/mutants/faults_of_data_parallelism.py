@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutants.faults import EXECUTE, IN_3D, IN_DATA, ONE_STEP, TRAJECTORY, Fault
+from tools.mutants.faults import ALONE, EXECUTE, IN_3D, IN_DATA, ONE_STEP, Fault
 
 DATA = "packages/sharding/src/trainwright/sharding/data"
 
@@ -72,7 +72,7 @@ FAULTS_OF_DATA_PARALLELISM = (
         f"{DATA}/weights.py",
         "            self._work = self.comm.all_gather(self.full, self.kept)",
         "            pass",
-        TRAJECTORY,
+        ALONE,
     ),
     Fault(
         "weights are read before they have been gathered",

@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 
 from tools.mutants.faults import Fault
-from tools.mutants.running import Outcome, Verdict, run_tests, suites_of
+from tools.mutants.running import Outcome, Runner, Verdict, suites_of
 from tools.mutants.tree import StaleFaultError, copy_sources, planted
 
 DEADLINE_S = 200.0
@@ -30,21 +30,21 @@ def copies(folder: Path, number: int) -> list[Path]:
 
 
 def outcomes(
-    faults: Sequence[Fault], trees: Sequence[Path], all_tests: bool
+    faults: Sequence[Fault], runners: Sequence[Runner], all_tests: bool
 ) -> Iterator[tuple[Fault, Outcome]]:
-    """Plant faults, as many at once as there are trees; give what became of each as it ends."""
-    free: queue.Queue[Path] = queue.Queue()
-    for tree in trees:
-        free.put(tree)
+    """Plant faults, as many at once as there are runners; give what became of each as it ends."""
+    free: queue.Queue[Runner] = queue.Queue()
+    for runner in runners:
+        free.put(runner)
 
     def work(fault: Fault) -> Outcome:
-        tree = free.get()
+        runner = free.get()
         try:
-            return outcome_of(fault, tree, all_tests)
+            return outcome_of(fault, runner, all_tests)
         finally:
-            free.put(tree)
+            free.put(runner)
 
-    with concurrent.futures.ThreadPoolExecutor(len(trees)) as pool:
+    with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
         waiting = {pool.submit(work, fault): fault for fault in faults}
         try:
             for future in concurrent.futures.as_completed(waiting):
@@ -53,14 +53,14 @@ def outcomes(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def outcome_of(fault: Fault, tree: Path, all_tests: bool = False) -> Outcome:
+def outcome_of(fault: Fault, runner: Runner, all_tests: bool = False) -> Outcome:
     """Plant one fault and run its tests; then its package's and the whole's, where asked to."""
     try:
-        with planted(fault, tree):
-            first = run_tests(tree, fault.tests, DEADLINE_S)
+        with planted(fault, runner.tree):
+            first = runner.run(fault.tests, DEADLINE_S)
             if first.verdict != Verdict.MISSED or not all_tests:
                 return first
-            later = run_tests(tree, suites_of(fault), SUITES_DEADLINE_S)
+            later = runner.run(suites_of(fault), SUITES_DEADLINE_S)
     except StaleFaultError as stale:
         return Outcome(Verdict.BROKEN, says=str(stale))
     return attrs.evolve(
@@ -71,7 +71,7 @@ def outcome_of(fault: Fault, tree: Path, all_tests: bool = False) -> Outcome:
     )
 
 
-def without_the_unsound(found: Mapping[Fault, Outcome], tree: Path) -> dict[Fault, Outcome]:
+def without_the_unsound(found: Mapping[Fault, Outcome], runner: Runner) -> dict[Fault, Outcome]:
     """Run the tests that went red once more, on the right text.
 
     A test that is red there too has seen no fault: what it caught counts as broken.
@@ -80,7 +80,7 @@ def without_the_unsound(found: Mapping[Fault, Outcome], tree: Path) -> dict[Faul
     named = sorted({o.test for o in found.values() if o.verdict in caught})
     sound = dict(found)
     while named:
-        again = run_tests(tree, named, SOUND_DEADLINE_S)
+        again = runner.run(named, SOUND_DEADLINE_S)
         if again.verdict == Verdict.MISSED:
             break
         if again.test not in named:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ CRASHES = (
 )
 """Errors that any line of nonsense makes: a fault that raises one proves nothing of the tests."""
 
-_FIGURES = re.compile(r"^wall ([\d.]+) s, processors ([\d.]+) s", re.MULTILINE)
+_FLAGS = ("-q", "-x", "-c", "pyproject.toml", "-p", "no:cacheprovider", "-p", witness.__name__)
 
 
 class Verdict(enum.StrEnum):
@@ -66,24 +65,53 @@ class Outcome:
     processor_seconds: float = 0.0
 
 
-def run_tests(tree: Path, tests: Sequence[str], deadline_s: float) -> Outcome:
-    """Run tests against the sources of ``tree`` up to the first that goes red."""
-    noted = tree.parent / "witness.jsonl"
-    noted.unlink(missing_ok=True)
-    done = subprocess.run(
-        [sys.executable, *_command(tree, deadline_s), *tests],
-        cwd=tree,
-        env=_environment(tree, noted),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    lines = noted.read_text().splitlines() if noted.exists() else []
-    outcome = judge(done.returncode, [json.loads(line) for line in lines], done.stdout)
-    wall, processors = (_FIGURES.findall(done.stdout) or [(0.0, 0.0)])[-1]
-    return attrs.evolve(outcome, seconds=float(wall), processor_seconds=float(processors))
+class Runner:
+    """Runs tests against the sources of a tree, in forks of a process that waits for requests.
+
+    Args:
+        tree: The copy; what is noted on the way lies beside it.
+    """
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+        self._noted = tree.parent / "witness.jsonl"
+        self._log = tree.parent / "pytest.log"
+        self._warm = subprocess.Popen(
+            [sys.executable, "-m", "tools.mutants.warm"],
+            cwd=tree,
+            env=_environment(tree, self._noted),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def run(self, tests: Sequence[str], deadline_s: float) -> Outcome:
+        """Run tests up to the first that goes red."""
+        for path in (self._noted, self._log):
+            path.unlink(missing_ok=True)
+        arguments = [*_FLAGS, "--basetemp", str(self.tree.parent / "temporary"), *tests]
+        request = {"arguments": arguments, "deadline_s": deadline_s, "log": str(self._log)}
+        assert self._warm.stdin is not None
+        assert self._warm.stdout is not None
+        self._warm.stdin.write(json.dumps(request) + "\n")
+        self._warm.stdin.flush()
+        answer = json.loads(self._warm.stdout.readline())
+        lines = self._noted.read_text().splitlines() if self._noted.exists() else []
+        output = self._log.read_text(errors="replace") if self._log.exists() else ""
+        outcome = judge(int(answer["code"]), [json.loads(line) for line in lines], output)
+        seconds, processor_seconds = answer["seconds"], answer["processor_seconds"]
+        return attrs.evolve(outcome, seconds=seconds, processor_seconds=processor_seconds)
+
+    def close(self) -> None:
+        """End the process, and with it what it runs."""
+        self._warm.terminate()
+        self._warm.wait()
 
 
 def judge(code: int, failures: Sequence[dict[str, object]], output: str) -> Outcome:
@@ -110,13 +138,6 @@ def suites_of(fault: Fault) -> tuple[str, ...]:
     first, name, *_ = Path(fault.file).parts
     package = f"packages/{name}/tests" if first == "packages" else "integration/tests"
     return (package, "tests")
-
-
-def _command(tree: Path, deadline_s: float) -> list[str]:
-    under_deadline = ["-m", "tools.deadline", str(deadline_s), sys.executable]
-    pytest = ["-m", "pytest", "-q", "-x", "-c", "pyproject.toml", "-p", "no:cacheprovider"]
-    aside = ["-p", witness.__name__, "--basetemp", str(tree.parent / "temporary")]
-    return [*under_deadline, *pytest, *aside]
 
 
 def _environment(tree: Path, noted: Path) -> dict[str, str]:
