@@ -179,6 +179,8 @@ class LateBucket:
         self.members: tuple[object, ...] = ()
         self.sums = self
         self.is_lent = True
+        self.leaves_early = True
+        self.meets_others = True
         self.is_complete = False
         self.is_late = True
         self.waits = waits

@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import nn
 
+from trainwright.sharding.data.away import reserve
 from trainwright.sharding.data.axes import DataAxes
 from trainwright.sharding.data.buckets import Bucket
 from trainwright.sharding.data.coded import CodedGroup
@@ -20,6 +21,7 @@ from trainwright.sharding.data.piece import Piece
 from trainwright.sharding.data.policy import ShardPolicy
 from trainwright.sharding.data.units import UnitPlan, plan_units
 from trainwright.sharding.mesh import Mesh
+from trainwright.sharding.offload import Offload
 
 
 @attrs.frozen(eq=False)
@@ -92,6 +94,7 @@ def flatten_model(
     mesh: Mesh,
     policy: ShardPolicy,
     initialize: Initializer | None = None,
+    offload: Offload | None = None,
 ) -> FlatModel:
     """Move the parameters of a model into flat buffers.
 
@@ -104,6 +107,7 @@ def flatten_model(
         mesh: Gives the communicators.
         policy: What a rank keeps.
         initialize: Gives values to what is on the meta device, a unit before the next.
+        offload: Keeps states away from the device.
 
     Communicates:
         Stage 3: one split a distinct set of data axes. With ``policy.broadcast_weights`` one
@@ -114,6 +118,7 @@ def flatten_model(
     units = plan_units(model, policy.units, _tied_over_ends(parameters, mesh))
     axes = DataAxes(mesh, policy.stage)
     layout = _plan(units, entries, axes, policy)
+    reserve(layout, policy.stage, mesh, offload)
     made: dict[int, Bucket] = {}
     built: list[tuple[UnitPlan, tuple[Bucket, ...]]] = []
     if initialize is not None:
@@ -123,15 +128,13 @@ def flatten_model(
             if initialize is not None:
                 holders = _holders(model, unit.parameters, entries)
                 materialize(holders, mesh.world.device, initialize)
-            buckets: list[Bucket] = []
-            for group in layout:
-                for plan in group.buckets if group.unit == unit.name else ():
-                    made[id(plan)] = make_bucket(plan, group.key, entries, axes, policy)
-                    buckets.append(made[id(plan)])
+            plans = [(plan, g.key) for g in layout if g.unit == unit.name for plan in g.buckets]
+            for plan, key in plans:
+                made[id(plan)] = make_bucket(plan, key, entries, axes, policy, offload)
             for name in unit.parameters:
                 if not _is_flat(entries[name], policy):
                     _settle(entries[name], axes, broadcast=policy.broadcast_weights)
-            built.append((unit, tuple(buckets)))
+            built.append((unit, tuple(made[id(plan)] for plan, _ in plans)))
     pieces = {kept.piece.name: kept.piece for bucket in made.values() for kept in bucket.kept}
     settled = {name: entry for name, entry in entries.items() if not _is_flat(entry, policy)}
     pieces |= {n: Piece(n, e.parameter, e.spec) for n, e in settled.items() if e.parameter.numel()}

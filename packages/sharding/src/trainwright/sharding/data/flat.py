@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trainwright.collectives import Communicator
+from trainwright.sharding.data.away import AwayWeights, GradientTravel
 from trainwright.sharding.data.axes import DataAxes
 from trainwright.sharding.data.buckets import Bucket, KeptPiece
 from trainwright.sharding.data.coded import CodedPart, CodedWeights
@@ -19,6 +20,7 @@ from trainwright.sharding.data.parameters import ModelParameter
 from trainwright.sharding.data.piece import Piece
 from trainwright.sharding.data.policy import WEIGHT_DTYPES, ShardPolicy
 from trainwright.sharding.data.weights import FlatWeights
+from trainwright.sharding.offload import Offload
 
 
 def make_bucket(
@@ -27,6 +29,7 @@ def make_bucket(
     entries: Mapping[str, ModelParameter],
     axes: DataAxes,
     policy: ShardPolicy,
+    offload: Offload | None = None,
 ) -> Bucket:
     """Move the parameters of a bucket into flat memory and keep of it what the stage says.
 
@@ -35,8 +38,8 @@ def make_bucket(
     Communicates:
         With ``policy.broadcast_weights`` one broadcast along each axis with equal weights.
     """
-    weights = _make_weights(plan, key, entries, axes, policy)
-    gradients = _make_gradients(plan, key, weights.full.device, axes, policy)
+    weights = _make_weights(plan, key, entries, axes, policy, offload)
+    gradients = _make_gradients(plan, key, weights.full.device, axes, policy, offload)
     members = [
         _move(entries[part.name], slice(*_place(part, plan)), weights, gradients)
         for part in plan.parameters
@@ -51,6 +54,8 @@ def make_bucket(
             kept = _keep_whole(bucket, member, entries[part.name], start, stop)
         if kept is not None:
             bucket.kept.append(kept)
+    if weights.away is not None and gradients is not None:
+        weights.away.hold(kept.piece.parameter for kept in bucket.kept)
     return bucket
 
 
@@ -65,16 +70,50 @@ def _make_weights(
     entries: Mapping[str, ModelParameter],
     axes: DataAxes,
     policy: ShardPolicy,
+    offload: Offload | None,
 ) -> FlatWeights:
-    numel = plan.stop - plan.start
-    device = entries[plan.parameters[0].name].parameter.device
     data = axes.data(key)
-    is_cut = policy.stage == 3 and data.size > 1
-    separate = key.weight_dtype != key.master_dtype
+    leaves = offload is not None and key.trainable
+    keeps_away = offload is not None and offload.weights is not None
+    is_cut = policy.stage == 3 and (data.size > 1 or keeps_away)
+    separate = leaves or key.weight_dtype != key.master_dtype
     # What others read when it is published. At stage 3 they read the kept range alone; the whole
     # is gathered into ordinary memory, which can be resized.
     read_on = [data] if policy.stage in (1, 2) else []
-    masters = travelling([] if separate else read_on, numel, key.master_dtype, device).zero_()
+    masters = _fill(plan, key, entries, axes, policy, [] if separate else read_on)
+    device, numel = masters.device, masters.numel()
+    full = masters
+    if separate:
+        full = travelling(read_on, numel, key.weight_dtype, device).copy_(masters)
+    if policy.stage == 0:
+        made = FlatWeights(full, full, masters, data, is_cut=False)
+        return _offloaded(made, key, offload) if offload is not None else made
+    part_numel = numel // data.size
+    mine = slice(data.rank * part_numel, (data.rank + 1) * part_numel)
+    kept = full[mine]
+    if is_cut and not keeps_away:
+        # Memory of its own: the rest, which others keep, is freed.
+        kept = travelling([data], part_numel, full.dtype, device).copy_(kept)
+    kept_masters = masters[mine].clone() if separate and not leaves else kept
+    comm = axes.gathers(key) if is_cut else data
+    coded = None
+    if is_cut and key.is_coded:
+        coded = _make_codes(plan, entries, data, kept)
+    made = FlatWeights(full, kept, masters[mine] if leaves else kept_masters, comm, is_cut, coded)
+    return _offloaded(made, key, offload) if offload is not None else made
+
+
+def _fill(
+    plan: BucketLayout,
+    key: GroupKey,
+    entries: Mapping[str, ModelParameter],
+    axes: DataAxes,
+    policy: ShardPolicy,
+    read_on: Sequence[Communicator],
+) -> torch.Tensor:
+    """Return the whole weights of a bucket before they are rounded."""
+    device = entries[plan.parameters[0].name].parameter.device
+    masters = travelling(read_on, plan.stop - plan.start, key.master_dtype, device).zero_()
     for part in plan.parameters:
         parameter = entries[part.name].parameter
         start, stop = _place(part, plan)
@@ -83,23 +122,27 @@ def _make_weights(
         # As bytes: a frozen weight may have any dtype, also one that no reduction knows.
         known = masters.dtype in WEIGHT_DTYPES
         axes.broadcast_first(masters if known else masters.view(torch.uint8), key.replicated_axes)
-    full = masters
-    if separate:
-        full = travelling(read_on, numel, key.weight_dtype, device).copy_(masters)
-    if policy.stage == 0:
-        return FlatWeights(full, full, masters, data, is_cut=False)
-    part_numel = numel // data.size
-    mine = slice(data.rank * part_numel, (data.rank + 1) * part_numel)
-    kept = full[mine]
-    if is_cut:
-        # Memory of its own: the rest, which others keep, is freed.
-        kept = travelling([data], part_numel, full.dtype, device).copy_(kept)
-    kept_masters = masters[mine].clone() if separate else kept
-    comm = axes.gathers(key) if is_cut else data
-    coded = None
-    if is_cut and key.is_coded:
-        coded = _make_codes(plan, entries, data, kept)
-    return FlatWeights(full, kept, kept_masters, comm, is_cut, coded)
+    return masters
+
+
+def _offloaded(made: FlatWeights, key: GroupKey, offload: Offload) -> FlatWeights:
+    """Keep the masters of weights away from the device, and maybe this rank's part of them."""
+    device = made.full.device
+    masters = kept = None
+    if key.trainable:
+        masters = offload.states.allocate(made.masters.numel(), made.masters.dtype, device)
+        masters.tensor.copy_(made.masters)
+    if made.is_cut and offload.weights is not None:
+        kept = offload.weights.allocate(made.kept.numel(), made.kept.dtype, device)
+        kept.tensor.copy_(made.kept)
+        made.kept = kept.tensor
+    elif made.is_cut:
+        offload.device.take(made.kept.numel() * made.kept.itemsize)
+    offload.device.take(made.full.numel() * made.full.itemsize)
+    made.masters = made.kept if masters is None else masters.tensor
+    made.away = AwayWeights(offload, made.kept, masters, kept)
+    made.device = offload.device
+    return made
 
 
 def _make_codes(
@@ -127,17 +170,24 @@ def _make_gradients(
     device: torch.device,
     axes: DataAxes,
     policy: ShardPolicy,
+    offload: Offload | None,
 ) -> FlatGradients | None:
     if not key.trainable:
         return None
     data = axes.data(key)
     numel = plan.stop - plan.start
     part = numel // data.size
-    is_lent = policy.stage >= 2 and data.size > 1
+    is_lent = policy.stage >= 2 and (data.size > 1 or offload is not None)
     partial = axes.partial(key)
     dtype = key.master_dtype
     full = travelling([data, *partial], 0 if is_lent else numel, dtype, device).zero_()
-    if is_lent:
+    travel = None
+    if offload is not None:
+        travel = GradientTravel(offload)
+        kept_numel = part if policy.stage > 0 else numel
+        kept = offload.gradients.allocate(kept_numel, dtype, device).tensor.zero_()
+        offload.device.take(full.numel() * full.itemsize)
+    elif is_lent:
         kept = travelling(partial, part, dtype, device).zero_()
     elif policy.stage > 0:
         kept = full[data.rank * part : (data.rank + 1) * part]
@@ -153,6 +203,7 @@ def _make_gradients(
         policy.wire_dtype_of(key.master_dtype),
         is_lent,
         is_open=not is_lent,
+        travel=travel,
     )
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from torch import nn
 
 from trainwright.collectives import Communicator
+from trainwright.sharding.data.away import check_offload
 from trainwright.sharding.data.build import FlatModel, flatten_model
 from trainwright.sharding.data.driving import CallerDrives, UnitDriver
 from trainwright.sharding.data.exports import guard_exports
@@ -23,6 +24,7 @@ from trainwright.sharding.data.unit import Unit
 from trainwright.sharding.data.units import runs
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.mesh import Mesh
+from trainwright.sharding.offload import Offload
 from trainwright.sharding.placement import ParameterPlacement
 
 _STAGE = ("dp", "cp", "tp")
@@ -36,6 +38,7 @@ def data_parallel(
     *,
     hooks: bool = True,
     initialize: Initializer | None = None,
+    offload: Offload | None = None,
 ) -> DataParallel:
     """Make a module's gradients sums over the data-parallel ranks.
 
@@ -53,20 +56,27 @@ def data_parallel(
         initialize: Gives values to modules on the meta device: called with each module that
             directly holds meta parameters or buffers, and its name, after these were allocated.
             This goes unit by unit, and a unit is cut before the next one is allocated.
+        offload: Keeps masters, summed gradients and maybe weights away from the device, each rank
+            with its own. The optimizer is then stepped by `offloaded_step`; its results are the
+            same bit for bit, but that at a ``reduce_dtype`` gradients are also rounded on their
+            way to the host.
 
     Raises:
         ShardingError: Before any communication: a parameter is lazy, has a gradient or a dtype
             that cannot be trained, shares memory with another, belongs to another `DataParallel`,
             or a placement does not fit.
             A model on the meta device needs ``initialize``.
+        OffloadError: On every rank: there is no space for states.
 
     Communicates:
         With ``policy.broadcast_weights`` each weight once along each axis where it is replicated.
         Stage 3: one split a distinct set of data axes, for the gathers. One split of the ranks of
         a pipeline stage for hooks at stage 3, and one more for ``missing_gradients="error"``, or
-        ``reduce_each_backward`` under hooks.
+        ``reduce_each_backward`` under hooks. With ``offload`` one all-reduce of 8 bytes.
     """
     policy = ShardPolicy() if policy is None else policy
+    if offload is not None:
+        check_offload(policy, offload)
     parameters = collect_parameters(model, mesh, policy, placements)
     if initialize is None:
         _check_memory_exists(model)
@@ -79,7 +89,7 @@ def data_parallel(
     driven = hooks and policy.stage == 3
     if driven:
         _check_units_run(model, policy)
-    flat = flatten_model(model, parameters, mesh, policy, initialize)
+    flat = flatten_model(model, parameters, mesh, policy, initialize, offload)
     guard_exports(flat.all_buckets)
     agree = _join_stage(mesh) if _needs_agreement(policy, hooks=hooks) else None
     reducer = _choose_reducer(flat, policy, agree, hooks=hooks)

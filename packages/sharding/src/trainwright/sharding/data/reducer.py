@@ -243,8 +243,10 @@ class Reducer:
         self._collect_older()
 
     def _collect_older(self) -> None:
-        while self._collected < self._next - _UNDER_WAY:
+        while self._collected < self._next:
             bucket = self._buckets[self._collected]
+            if self._collected >= self._next - _UNDER_WAY and bucket.sums.meets_others:
+                return
             is_lent = bucket.sums.is_lent
             # Asking is taking part: without it a rank that is early would leave its share of all
             # sums for the end of the backward, when the others have done theirs.
@@ -252,7 +254,7 @@ class Reducer:
                 if is_lent:
                     self._stop_waiting()
                 return
-            if is_lent:
+            if bucket.sums.leaves_early:
                 bucket.collect()
             self._collected += 1
 

@@ -6,8 +6,10 @@ import attrs
 import torch
 
 from trainwright.collectives import Communicator, Work
+from trainwright.sharding.data.away import AwayWeights
 from trainwright.sharding.data.coded import CodedWeights
 from trainwright.sharding.data.policy import WEIGHT_DTYPES
+from trainwright.sharding.offload import Ledger
 
 
 @attrs.define(eq=False)
@@ -23,6 +25,8 @@ class FlatWeights:
             always the same storage, resized, so that what autograd saved of it is right again
             after the next gathering.
         coded: The codes that travel in place of the weights; None: the weights themselves do.
+        away: Keeps the masters, and maybe ``kept``, away from the device; None: they are on it.
+        device: Counts the memory of ``full`` where it comes and goes.
     """
 
     full: torch.Tensor
@@ -31,6 +35,8 @@ class FlatWeights:
     comm: Communicator
     is_cut: bool
     coded: CodedWeights | None = None
+    away: AwayWeights | None = None
+    device: Ledger | None = None
     is_whole: bool = True
     _work: Work | None = None
 
@@ -48,7 +54,12 @@ class FlatWeights:
         """Start collecting all elements, unless they are here or on their way."""
         if self.is_whole or self._work is not None:
             return
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.itemsize)
+        if self.device is not None:
+            self.device.take(self._full_bytes)
+        self.full.untyped_storage().resize_(self._full_bytes)
+        if self.away is not None and self.away.keeps_weights:
+            self._work = self._fetch(self.away)
+            return
         if self.coded is not None:
             arriving = self.coded.arriving(self.full.numel())
             self._work = self.comm.all_gather(arriving, self.coded.codes)
@@ -72,10 +83,14 @@ class FlatWeights:
         if self.is_cut and self.is_whole:
             self.full.untyped_storage().resize_(0)
             self.is_whole = False
+            if self.device is not None:
+                self.device.give(self._full_bytes)
 
     def start_publishing(self) -> None:
         """Copy the masters into this rank's range and, where all are kept, collect the others'."""
-        if self.separate_masters:
+        if self.away is not None and self.away.is_trained:
+            self.away.publish()
+        elif self.separate_masters:
             self.kept.copy_(self.masters)
         if not self.is_cut and self.kept is not self.full and self.comm.size > 1:
             self._work = self.comm.all_gather(self.full, self.kept)
@@ -102,6 +117,20 @@ class FlatWeights:
             self.kept.copy_(self.full[start : start + self.kept.numel()])
         if self.separate_masters:
             self.masters.copy_(self.kept)
+
+    @property
+    def _full_bytes(self) -> int:
+        return self.full.numel() * self.full.itemsize
+
+    def _fetch(self, away: AwayWeights) -> Work:
+        start = self.comm.rank * self.kept.numel()
+        own = self.full[start : start + self.kept.numel()]
+        fetched = away.fetch(own)
+        if self.comm.size == 1:
+            return fetched
+        # Gathers begin in one order on all ranks, so that this one cannot wait for its turn.
+        fetched.wait()
+        return self.comm.all_gather(_sendable(self.full), _sendable(own))
 
 
 def _sendable(flat: torch.Tensor) -> torch.Tensor:

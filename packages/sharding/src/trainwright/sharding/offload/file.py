@@ -1,0 +1,173 @@
+"""A file without a name as a place for states: nothing of it is left, however the process ends."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from functools import partial
+from pathlib import Path
+
+import attrs
+import torch
+
+from trainwright.collectives import Work
+from trainwright.sharding.offload.errors import OffloadError
+from trainwright.sharding.offload.lanes import Lane, Pace
+from trainwright.sharding.offload.ledger import Ledger
+
+_ALIGNMENT = max(4096, mmap.ALLOCATIONGRANULARITY)
+
+
+@attrs.frozen(eq=False)
+class FileSlot:
+    """Elements in a file.
+
+    Args:
+        store: Which file.
+        start: Its first byte there.
+        tensor: The elements as the file has them, mapped: what is read and written there passes
+            through the system's cache, which gives memory back as it is needed.
+    """
+
+    store: FileStore
+    start: int
+    tensor: torch.Tensor
+
+    def read(self, target: torch.Tensor) -> Work:
+        """Start copying the elements into contiguous host memory of their size in bytes."""
+        return self.store.read(self.start, target)
+
+    def write(self, source: torch.Tensor) -> Work:
+        """Start copying them back; ``source`` belongs to it until it is waited for."""
+        return self.store.write(self.start, source)
+
+
+class FileStore:
+    """One file without a name in a folder, read and written by a thread each beside computing.
+
+    Space is allocated before anything is put into it: a full disk is met there. The system removes
+    the file when the process ends, even where it is killed.
+
+    Args:
+        folder: A folder that exists, best on a fast local disk.
+        pace: A rate that reads and writes share, for tests and measurements.
+
+    Raises:
+        OffloadError: There is no such folder, or no file can be made in it.
+    """
+
+    def __init__(self, folder: str | Path, *, pace: Pace | None = None) -> None:
+        self.folder = Path(folder)
+        self.ledger = Ledger("host memory")
+        self._descriptor = _open(self.folder)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.reads = Lane("offload-reads", pace, depth=4)
+        self.writes = Lane("offload-writes", pace, depth=4)
+        self._lock = threading.Lock()
+        self._used = 0
+        self._reserved = 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the disk that the file has."""
+        return self._reserved
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have so much space on the disk that is not used yet.
+
+        Raises:
+            OffloadError: The disk has not; what is there stays as it is.
+        """
+        with self._lock:
+            end = _up(self._used + num_bytes)
+            if end <= self._reserved:
+                return
+            try:
+                os.posix_fallocate(self._descriptor, self._reserved, end - self._reserved)
+            except OSError as error:
+                raise OffloadError(
+                    f"{self.folder} has no space for {num_bytes:,} bytes of model states "
+                    f"({error.strerror}); free some, share states over more ranks, or offload to "
+                    "another folder"
+                ) from error
+            self._reserved = end
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> FileSlot:
+        """Return a place for elements in the file.
+
+        Raises:
+            OffloadError: The disk is full.
+        """
+        size = numel * dtype.itemsize
+        self.reserve(_up(size))
+        with self._lock:
+            start = self._used
+            self._used += _up(size)
+        mapped = mmap.mmap(self._descriptor, _up(max(size, 1)), offset=start)
+        tensor = torch.frombuffer(mapped, dtype=dtype, count=numel)
+        return FileSlot(self, start, tensor)
+
+    def read(self, start: int, target: torch.Tensor) -> Work:
+        """Start reading what begins at a byte of the file."""
+        size = target.numel() * target.itemsize
+        return self.reads.submit(partial(self._read, start, target), size)
+
+    def write(self, start: int, source: torch.Tensor) -> Work:
+        """Start writing at a byte of the file."""
+        size = source.numel() * source.itemsize
+        return self.writes.submit(partial(self._write, start, source), size)
+
+    def _read(self, start: int, target: torch.Tensor) -> None:
+        view = _bytes_of(target)
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._descriptor, [view[done:]], start + done)
+            except OSError as error:
+                raise self._failed("read from", error) from error
+            if not count:
+                raise OffloadError(f"a file of model states in {self.folder} is too short")
+            done += count
+
+    def _write(self, start: int, source: torch.Tensor) -> None:
+        view = _bytes_of(source)
+        done = 0
+        while done < len(view):
+            try:
+                done += os.pwritev(self._descriptor, [view[done:]], start + done)
+            except OSError as error:
+                raise self._failed("written to", error) from error
+
+    def _failed(self, what: str, error: OSError) -> OffloadError:
+        return OffloadError(f"model states could not be {what} {self.folder}: {error}")
+
+
+def _open(folder: Path) -> int:
+    if not folder.is_dir():
+        raise OffloadError(f"model states cannot be kept in {str(folder)!r}: it is no folder")
+    try:
+        try:
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError:  # a file system without files that have no name
+            descriptor, name = tempfile.mkstemp(prefix=".offload-", dir=folder)
+            os.unlink(name)
+            return descriptor
+    except OSError as error:
+        raise OffloadError(
+            f"model states cannot be kept in {str(folder)!r}: {error.strerror}"
+        ) from error
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    # Not by way of NumPy, whose views forbid for ever that a storage is resized.
+    assert tensor.is_contiguous()
+    size = tensor.numel() * tensor.itemsize
+    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def _up(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

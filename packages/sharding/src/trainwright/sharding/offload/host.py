@@ -1,0 +1,48 @@
+"""Host memory as a place for states."""
+
+from __future__ import annotations
+
+import weakref
+
+import attrs
+import torch
+
+from trainwright.sharding.offload.ledger import Ledger
+
+
+@attrs.frozen(eq=False)
+class HostSlot:
+    """Elements in host memory.
+
+    Args:
+        tensor: The memory.
+    """
+
+    tensor: torch.Tensor
+
+
+class HostMemory:
+    """Host memory with a count of its own; pinned where a device is to read and write it.
+
+    Args:
+        limit_bytes: What it may hold at most; None sets no limit.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.ledger = Ledger("host memory", limit_bytes)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Nothing: memory is taken as it is asked for."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostSlot:
+        """Return memory for elements that come from a device and go to it.
+
+        Raises:
+            OffloadError: The limit would be exceeded.
+        """
+        num_bytes = numel * dtype.itemsize
+        self.ledger.take(num_bytes)
+        tensor = torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
+        slot = HostSlot(tensor)
+        weakref.finalize(slot, self.ledger.give, num_bytes).atexit = False
+        return slot

@@ -1,0 +1,157 @@
+"""An optimizer that updates states where they are kept, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from trainwright.collectives import Communicator, ReduceOp, Work
+from trainwright.sharding.errors import ShardingError
+from trainwright.sharding.offload.errors import OffloadError
+from trainwright.sharding.offload.file import FileStore
+from trainwright.sharding.offload.probing import state_dtypes
+from trainwright.sharding.offload.protocol import StepUnit, Store
+from trainwright.sharding.offload.states import UnitStates
+from trainwright.sharding.offload.streaming import StatesStream
+
+_PAGE = 1 << 16
+"""More than what is lost at the end of a slot."""
+
+
+class OffloadedStep:
+    """Steps an optimizer of offloaded parameters, with the results of its own ``step``.
+
+    A unit's weights go back to the device while the next unit is updated. From a file the next
+    unit's states are read while one is updated and those of the one before are written: at most
+    three units are in host memory. Space for states is allocated before the first update. Hooks
+    of the optimizer run once a unit.
+
+    Args:
+        optimizer: Any element-wise one of ``torch.optim`` or of its kind, over parameters of the
+            units.
+        units: What is updated together, in this order.
+        store: Keeps what the optimizer keeps.
+        ranks: All ranks that step together.
+
+    Raises:
+        ShardingError: The optimizer has other parameters.
+        NotAvailableError: It is not element-wise, or changes its options as it steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Iterable[StepUnit],
+        store: Store,
+        ranks: Communicator,
+    ) -> None:
+        self._optimizer = optimizer
+        self._store = store
+        self._ranks = ranks
+        self._is_allocated = False
+        self._num_parameters = 0
+        self._held = self._plan(list(units))
+        self._stream: StatesStream | None = None
+        if isinstance(store, FileStore):
+            self._stream = StatesStream(self._held, store.ledger)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Host memory that the largest unit takes while it is updated from a file."""
+        return 0 if self._stream is None else self._stream.unit_bytes
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient, once.
+
+        Raises:
+            OffloadError: There is no space for the states (on every rank, before anything is
+                changed), or a file cannot be read or written.
+            ShardingError: Parameters were added to the optimizer.
+
+        Communicates:
+            Before the first update one all-reduce of 8 bytes over all ranks.
+        """
+        if sum(len(group["params"]) for group in self._optimizer.param_groups) != (
+            self._num_parameters
+        ):
+            raise ShardingError(
+                "parameters were added to the optimizer or taken from it since its states were "
+                "offloaded; make a new OffloadedStep"
+            )
+        self._allocate()
+        if self._stream is not None:
+            self._stream.run()
+        else:
+            self._walk()
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Put states that were loaded or made outside of `step` where they are kept.
+
+        Raises:
+            OffloadError: As `step`.
+
+        Communicates: as `step`.
+        """
+        self._allocate()
+        for states in self._held:
+            states.take_in()
+
+    def _walk(self) -> None:
+        returns: list[Work] = []
+        nothing = torch.empty(0, dtype=torch.uint8)
+        for states in self._held:
+            if not states.has_gradients:
+                continue
+            states.take_in()
+            states.step()
+            states.take_in()
+            returns.append(states.unit.give_back(states.unit.masters.tensor, nothing))
+        for work in returns:
+            work.wait()
+
+    def _plan(self, units: list[StepUnit]) -> list[UnitStates]:
+        """Learn what the optimizer will keep, and find its parameters in the units."""
+        groups = self._optimizer.param_groups
+        number_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
+        self._num_parameters = len(number_of)
+        kinds: dict[tuple[int, int, torch.dtype], Mapping[str, torch.dtype]] = {}
+        dtypes: dict[nn.Parameter, Mapping[str, torch.dtype]] = {}
+        for unit in units:
+            for parameter in unit.parameters:
+                if parameter not in number_of:
+                    continue
+                number = number_of[parameter]
+                kind = (number, parameter.dim(), parameter.dtype)
+                if kind not in kinds:
+                    kinds[kind] = state_dtypes(self._optimizer, groups[number], parameter)
+                dtypes[parameter] = kinds[kind]
+        others = [tuple(parameter.shape) for parameter in number_of if parameter not in dtypes]
+        if others:
+            raise ShardingError(
+                f"the optimizer has {len(others)} parameters that are not offloaded, of shapes "
+                f"{others[:3]}; build it on the pieces of what is"
+            )
+        held = [UnitStates(unit, self._optimizer, dtypes, number_of) for unit in units]
+        return [states for states in held if states.groups]
+
+    def _allocate(self) -> None:
+        if self._is_allocated:
+            return
+        problem = None
+        try:
+            self._store.reserve(sum(states.num_bytes + _PAGE for states in self._held))
+            for states in self._held:
+                states.allocate(self._store)
+        except OffloadError as error:
+            problem = error
+        found = torch.tensor(int(problem is not None), device=self._ranks.device)
+        self._ranks.all_reduce(found, ReduceOp.MAX).wait()
+        if problem is not None:
+            raise problem
+        if int(found):
+            raise OffloadError("another rank has no space for its states; see its message")
+        self._is_allocated = True
