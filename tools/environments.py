@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import json
 import os
 import sys
 import time
@@ -15,13 +16,16 @@ from pathlib import Path
 
 import nox
 
+from tools.figures import Figures, processor_seconds, table
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 PROJECTS = [ROOT / "packages" / name for name in PACKAGES] + [ROOT / "integration"]
 WORK = ROOT / ".nox"
 TOOLS = ["hatchling>=1.25", "mypy>=1.13", "pytest-xdist>=3.6", "ruff>=0.8"]
 DEADLINE_S = {"tests": 600, "integration": 1500, "long": 5000}
-SECONDS: list[tuple[str, float]] = []
+FIGURES: dict[str, Figures] = {}
+"""What each session took, in the order in which they ran."""
 BUILT: dict[Path, Path] = {}
 
 
@@ -99,12 +103,19 @@ def kept_torch() -> Path | None:
 
 def pytest(session: nox.Session, kind: str, *arguments: str) -> None:
     """Run pytest with the house's options under a deadline; a hang ends with all stacks."""
-    command = ["python", "-m", "tools.deadline", str(DEADLINE_S[kind]), "python", "-m", "pytest"]
+    told = WORK / "figures.json"
+    told.unlink(missing_ok=True)
+    under = ["python", "-m", "tools.deadline", "--figures", str(told), str(DEADLINE_S[kind])]
+    command = [*under, "python", "-m", "pytest"]
     if kind != "long":  # the tests of the whole start processes of their own
         most = 4 if kind == "tests" else 2
         command += ["-n", str(min(most, os.cpu_count() or 1)), "--dist", "worksteal"]
     named = ["--durations", "10", "--durations-min", "0.5"]
-    session.run(*command, "-q", "-c", "pyproject.toml", *named, *arguments, env=threads())
+    try:
+        session.run(*command, "-q", "-c", "pyproject.toml", *named, *arguments, env=threads())
+    finally:
+        if told.exists():
+            FIGURES[session.name].mebibytes = json.loads(told.read_text())["mebibytes"]
 
 
 def long_tests(session: nox.Session, expression: str, *paths: str) -> None:
@@ -120,17 +131,19 @@ def threads() -> dict[str, str]:
 
 @contextlib.contextmanager
 def ready(session: nox.Session, *projects: Path) -> Iterator[None]:
-    """Prepare a session, and note how long it took with all that is done in it."""
-    began = time.perf_counter()
-    prepare(session, *projects)
-    yield
-    SECONDS.append((session.name, time.perf_counter() - began))
+    """Prepare a session, and note what it took, also where it fails."""
+    began, before = time.perf_counter(), processor_seconds()
+    found = FIGURES.setdefault(session.name, Figures())
+    try:
+        prepare(session, *projects)
+        yield
+    finally:
+        found.seconds = time.perf_counter() - began
+        found.processor_seconds = processor_seconds() - before
 
 
 @atexit.register
 def print_table() -> None:
-    """Print sessions and their seconds."""
-    if SECONDS:
-        print(f"\n{'session':36} seconds")
-        for name, seconds in [*SECONDS, ("together", sum(s for _, s in SECONDS))]:
-            print(f"{name:36} {seconds:7.1f}")
+    """Print seconds, seconds of processors and memory of all sessions side by side."""
+    if FIGURES:
+        print(f"\n{table(FIGURES)}")
