@@ -9,6 +9,7 @@ from torch import nn
 
 from trainwright.integration.model import DecoderStage
 from trainwright.sharding.data import DataParallel, GroupLayout, Piece
+from trainwright.sharding.offload import Offload
 
 
 @attrs.frozen(eq=False)
@@ -41,10 +42,12 @@ class Chunks:
     Args:
         stages: This rank's stages by their number in the pipeline.
         parallel: What shares out the states of each; one for several where they share a weight.
+        offload: Keeps their states away from the device; None: they are on it.
     """
 
     stages: Mapping[int, DecoderStage]
     parallel: Mapping[int, DataParallel]
+    offload: Offload | None = None
 
     @property
     def pieces(self) -> dict[str, Piece]:

@@ -12,6 +12,7 @@ from trainwright.integration.guarding import GuardPlan, read_guards
 from trainwright.integration.head_clipping import check_head_clipping
 from trainwright.integration.model import ModelShape
 from trainwright.integration.numerics import scales_losses
+from trainwright.integration.offloading import check_offload
 from trainwright.integration.ramping import microbatch_counts
 from trainwright.integration.rates import check_rates
 from trainwright.integration.sequence_part import row_of
@@ -44,6 +45,7 @@ def check_fits(shape: ModelShape, config: RunConfig) -> None:
     _check_pipeline(shape, mesh, config)
     batch.sizes(mesh.dp, mesh.pp)
     _check_sharding(mesh, config)
+    check_offload(config)
     _check_saving(config.saving)
     check_rates(config)
     _check_ramp(config)

@@ -119,7 +119,7 @@ def _scale_rows(piece: Piece, factors: torch.Tensor) -> None:
     shape = piece.spec.global_shape
     whole = factors.view(-1, *[1] * (len(shape) - 1)).expand(shape)
     own = piece.spec.extract(whole).view(piece.parameter.shape)
-    piece.parameter.mul_(own.to(piece.parameter.dtype))
+    piece.parameter.mul_(own.to(piece.parameter))
 
 
 def check_head_clipping(config: RunConfig, shape: ModelShape) -> None:

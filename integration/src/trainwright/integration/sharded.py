@@ -24,6 +24,7 @@ from trainwright.integration.model import (
     build_stage,
     initializer,
 )
+from trainwright.integration.offloading import offload_of
 from trainwright.integration.sequence_part import SequencePart
 from trainwright.pipeline_schedules import Schedule
 from trainwright.precision import policy
@@ -31,6 +32,7 @@ from trainwright.sharding import Mesh, Partial, placements_of
 from trainwright.sharding.context import ContextLayout
 from trainwright.sharding.data import DataParallel, ShardPolicy, by_class, data_parallel
 from trainwright.sharding.expert import capture_routing
+from trainwright.sharding.offload import Offload
 from trainwright.sharding.tensor import SequenceSharding
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -119,12 +121,13 @@ def shard_model(
         # They share a weight, which is reduced once, after the last of its two uses.
         groups = [ends, *([number] for number in stages if number not in ends)]
     parallel = {}
+    offload = offload_of(config)
     for group in groups:
         members = [stages[number] for number in group]
         module = members[0] if len(members) == 1 else join(members)
-        model = _shard(config, shape, mesh, module, shares_ends=len(members) == 2, drawn=drawn)
+        model = _shard(config, shape, mesh, module, offload, len(members) == 2, drawn=drawn)
         parallel.update(dict.fromkeys(group, model))
-    return Chunks(stages, {number: parallel[number] for number in stages})
+    return Chunks(stages, {number: parallel[number] for number in stages}, offload)
 
 
 def _shard(
@@ -132,8 +135,9 @@ def _shard(
     shape: ModelShape,
     mesh: Mesh,
     module: nn.Module,
-    *,
+    offload: Offload | None,
     shares_ends: bool,
+    *,
     drawn: bool,
 ) -> DataParallel:
     placements = placements_of(module)
@@ -164,6 +168,7 @@ def _shard(
         placements,
         hooks=parallel.zero == 3 and not gathers_stages(config),
         initialize=initializer(placements, shape, config.seed) if drawn else _zero,
+        offload=offload,
     )
 
 

@@ -16,6 +16,7 @@ from trainwright.integration.optimizers import (
     Options,
     adamw,
     build,
+    offloaded,
     plan_of,
 )
 from trainwright.integration.ramping import RampedFeed, ramped_sizes
@@ -124,6 +125,8 @@ def build_optimizer(
     settings = config.optimizer
     models = dict.fromkeys(model.parallel.values())
     if chosen is None:
-        return build(settings.plan, models, lr=settings.lr, weight_decay=settings.decay)
+        made = build(settings.plan, models, lr=settings.lr, weight_decay=settings.decay)
+        return offloaded(made, models, model.offload)
     plan = chosen if isinstance(chosen, OptimizerPlan) else plan_of(chosen, adamw(Options()))
-    return build(plan, models, lr=settings.lr, weight_decay=settings.weight_decay)
+    made = build(plan, models, lr=settings.lr, weight_decay=settings.weight_decay)
+    return offloaded(made, models, model.offload)

@@ -122,6 +122,7 @@ def materialise_states(parts: Parts, updates: int) -> None:
     """Give the optimizer the states that its first update would make, where these are known."""
     for each in optimizers.held(parts.optimizer).values():
         optimizers.materialise(each, updates)
+        parts.optimizer.take_in(each.parameter)
 
 
 def _newest_valid(store: StateStore, parts: Parts) -> int | None:

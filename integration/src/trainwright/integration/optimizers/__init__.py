@@ -1,6 +1,6 @@
 """Optimizers by name or of your own, over what a rank keeps of a model, and their states."""
 
-from trainwright.integration.optimizers.joined import JoinedOptimizer, Member, build
+from trainwright.integration.optimizers.joined import JoinedOptimizer, Member, build, offloaded
 from trainwright.integration.optimizers.lion import Lion
 from trainwright.integration.optimizers.named import (
     OPTIMIZERS,
@@ -54,6 +54,7 @@ __all__ = [
     "materialise",
     "named",
     "named_plan",
+    "offloaded",
     "plan_of",
     "put_back",
     "snapshot",

@@ -12,7 +12,15 @@ from torch import nn
 
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.optimizers.plans import Factory, OptimizerPlan, Sees, Share
-from trainwright.sharding.data import DataParallel, Piece, WholeMatrices, trained_specs
+from trainwright.sharding import ShardingError
+from trainwright.sharding.data import (
+    DataParallel,
+    Piece,
+    WholeMatrices,
+    offloaded_step,
+    trained_specs,
+)
+from trainwright.sharding.offload import Offload, OffloadedStep
 from trainwright.stability_guards import decay_groups
 
 
@@ -39,11 +47,15 @@ class JoinedOptimizer(torch.optim.Optimizer):
     Args:
         name: what a checkpoint says of their states.
         members: the optimizers; every rank of a pipeline stage has as many, in the same order.
+        steps: what steps each of them where their states are offloaded; empty: they do themselves.
     """
 
-    def __init__(self, name: str, members: Sequence[Member]) -> None:
+    def __init__(
+        self, name: str, members: Sequence[Member], steps: Sequence[OffloadedStep] = ()
+    ) -> None:
         self.name = name
         self.members = tuple(members)
+        self.steps = tuple(steps)
         super().__init__([{"params": [], "param_names": []}], {})
         self.param_groups = [g for each in self.members for g in each.optimizer.param_groups]
         for each in self.members:
@@ -59,8 +71,38 @@ class JoinedOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ConfigError("the optimizer's step takes no closure; evaluate the loss before it")
-        for member in self.members:
-            member.optimizer.step()
+        for each in self.steps or [member.optimizer for member in self.members]:
+            each.step()
+
+    def take_in(self, parameter: nn.Parameter) -> None:
+        """Put states of a parameter that were just made where they are kept, if offloaded."""
+        for each in self.steps:
+            each.take_in(parameter)
+
+
+def offloaded(
+    optimizer: JoinedOptimizer, models: Iterable[DataParallel], offload: Offload | None
+) -> JoinedOptimizer:
+    """Return an optimizer that updates states where they are kept.
+
+    Args:
+        optimizer: built over the models.
+        models: what shares out the states of this rank's parts of the model.
+        offload: keeps them; None: they stay on the device.
+
+    Raises:
+        ConfigError: on every rank: one of the optimizers cannot be offloaded, or there is no space.
+
+    Communicates: with ``offload`` one all-reduce of 8 bytes over the world for each optimizer.
+    """
+    if offload is None:
+        return optimizer
+    kept = list(models)
+    try:
+        steps = [offloaded_step(each.optimizer, kept, offload) for each in optimizer.members]
+    except ShardingError as error:
+        raise ConfigError(f"--offload: {error}") from error
+    return JoinedOptimizer(optimizer.name, optimizer.members, steps)
 
 
 def build(

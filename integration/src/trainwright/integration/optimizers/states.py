@@ -134,6 +134,7 @@ class Filling:
         self._updates = updates
         for each in self._held.values():
             materialise(each, updates)
+            optimizer.take_in(each.parameter)
         self._leaves = {name: list(_leaves(each)) for name, each in self._held.items()}
 
     @property

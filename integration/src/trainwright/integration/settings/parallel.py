@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import attrs
 
@@ -18,6 +19,18 @@ GATHERS = ("auto", "step", "action", "unit")
 REDUCE_DTYPES = ("bfloat16", "float16")
 REDUCTIONS = ("step", "microbatch")
 CONTEXTS = ("ring", "ulysses", "gathered", "hybrid")
+OFFLOADS = ("none", "optimizer", "parameters")
+NVME = "nvme:"
+"""Begins an offload to a folder."""
+
+
+def _offload(_: Any, field: attrs.Attribute[Any], value: str) -> None:
+    if value in OFFLOADS or (value.startswith(NVME) and value != NVME):
+        return
+    folder = "; name a folder, such as nvme:/local/disk" if value.startswith("nvme") else ""
+    raise ConfigError(
+        f"--offload must be one of {', '.join(OFFLOADS)}, nvme:DIR, got {value}{folder}"
+    )
 
 
 @attrs.frozen
@@ -36,6 +49,9 @@ class ParallelSettings:
         overlap: whether reductions begin while the last backward is under way.
         bucket_bytes: gradients that are reduced at once below stage 3; None takes 25 MiB.
         live_units: at stage 3, units whose weights are whole at once; None takes 2.
+        offload: what is kept in host memory: ``none``, the ``optimizer``'s states, or at stage 3
+            ``parameters`` too; with ``nvme:DIR`` states, and at stage 3 weights, are in a file
+            without a name there.
         sequence_parallel: whether tensor-parallel ranks have a part of the positions each between
             their products, instead of all.
         context: how context-parallel ranks attend to each other's positions: keys and values go
@@ -68,6 +84,11 @@ class ParallelSettings:
     )
     live_units: int | None = leaf(
         None, "layers whose weights are whole at once at stage 3 (default 2)", positive
+    )
+    offload: str = leaf(
+        "none",
+        f"what host memory keeps: {', '.join(OFFLOADS)}; nvme:DIR: a file there does",
+        _offload,
     )
     sequence_parallel: bool = leaf(False, "cut positions between products over tp")
     context: str = leaf("ring", f"attention over cp: {', '.join(CONTEXTS)}", one_of(CONTEXTS))

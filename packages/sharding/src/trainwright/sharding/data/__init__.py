@@ -11,6 +11,7 @@ from trainwright.sharding.data.layout import (
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.data.loading import load_full
 from trainwright.sharding.data.materialize import Initializer, seeded_reset
+from trainwright.sharding.data.offloading import offloaded_step
 from trainwright.sharding.data.optimizers import (
     ELEMENT_WISE,
     NOT_ELEMENT_WISE,
@@ -60,6 +61,7 @@ __all__ = [
     "dtensor_state_dict",
     "full_state_dict",
     "load_full",
+    "offloaded_step",
     "parameter_groups",
     "piece_spec_on",
     "piece_state_dict",

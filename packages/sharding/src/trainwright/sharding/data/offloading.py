@@ -27,6 +27,10 @@ def offloaded_step(
     Raises:
         ShardingError: There is no model, or the optimizer has parameters that are not offloaded.
         NotAvailableError: The optimizer is not element-wise, or changes its options as it steps.
+        OffloadError: On every rank: one of them has no space for the states.
+
+    Communicates:
+        One all-reduce of 8 bytes over the world.
     """
     models = list(parallels)
     if not models:

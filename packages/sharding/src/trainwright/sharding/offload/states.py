@@ -127,11 +127,13 @@ class UnitStates:
         for part, value in self.present():
             value.data = part.of(self.slot.tensor)
 
-    def take_in(self) -> None:
-        """Put what lies in other memory into the slot now, such as states that were loaded."""
+    def take_in(self, parameter: nn.Parameter | None = None) -> None:
+        """Put what lies in other memory into the slot now, of one parameter or of all."""
         if self.slot is None:
             return
         for part, value in self.present():
+            if parameter is not None and parameter is not part.parameter:
+                continue
             if not self._is_kept(part, value):
                 kept = part.of(self.slot.tensor)
                 kept.copy_(value)

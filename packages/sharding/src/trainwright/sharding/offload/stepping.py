@@ -25,8 +25,8 @@ class OffloadedStep:
 
     A unit's weights go back to the device while the next unit is updated. From a file the next
     unit's states are read while one is updated and those of the one before are written: at most
-    three units are in host memory. Space for states is allocated before the first update. Hooks
-    of the optimizer run once a unit.
+    three units are in host memory. Space for states is allocated here, before any update. Hooks of
+    the optimizer run once a unit.
 
     Args:
         optimizer: Any element-wise one of ``torch.optim`` or of its kind, over parameters of the
@@ -38,6 +38,10 @@ class OffloadedStep:
     Raises:
         ShardingError: The optimizer has other parameters.
         NotAvailableError: It is not element-wise, or changes its options as it steps.
+        OffloadError: On every rank: one of them has no space for the states.
+
+    Communicates:
+        One all-reduce of 8 bytes over all ranks.
     """
 
     def __init__(
@@ -49,13 +53,12 @@ class OffloadedStep:
     ) -> None:
         self._optimizer = optimizer
         self._store = store
-        self._ranks = ranks
-        self._is_allocated = False
         self._num_parameters = 0
         self._held = self._plan(list(units))
         self._stream: StatesStream | None = None
         if isinstance(store, FileStore):
             self._stream = StatesStream(self._held, store.ledger)
+        self._allocate(ranks)
 
     @property
     def unit_bytes(self) -> int:
@@ -67,12 +70,8 @@ class OffloadedStep:
         """Update every parameter that has a gradient, once.
 
         Raises:
-            OffloadError: There is no space for the states (on every rank, before anything is
-                changed), or a file cannot be read or written.
+            OffloadError: A file cannot be read or written.
             ShardingError: Parameters were added to the optimizer.
-
-        Communicates:
-            Before the first update one all-reduce of 8 bytes over all ranks.
         """
         if sum(len(group["params"]) for group in self._optimizer.param_groups) != (
             self._num_parameters
@@ -81,24 +80,20 @@ class OffloadedStep:
                 "parameters were added to the optimizer or taken from it since its states were "
                 "offloaded; make a new OffloadedStep"
             )
-        self._allocate()
         if self._stream is not None:
             self._stream.run()
         else:
             self._walk()
 
     @torch.no_grad()
-    def take_in(self) -> None:
+    def take_in(self, parameter: nn.Parameter | None = None) -> None:
         """Put states that were loaded or made outside of `step` where they are kept.
 
-        Raises:
-            OffloadError: As `step`.
-
-        Communicates: as `step`.
+        Args:
+            parameter: Whose; None for all that there are.
         """
-        self._allocate()
         for states in self._held:
-            states.take_in()
+            states.take_in(parameter)
 
     def _walk(self) -> None:
         returns: list[Work] = []
@@ -138,9 +133,7 @@ class OffloadedStep:
         held = [UnitStates(unit, self._optimizer, dtypes, number_of) for unit in units]
         return [states for states in held if states.groups]
 
-    def _allocate(self) -> None:
-        if self._is_allocated:
-            return
+    def _allocate(self, ranks: Communicator) -> None:
         problem = None
         try:
             self._store.reserve(sum(states.num_bytes + _PAGE for states in self._held))
@@ -148,10 +141,9 @@ class OffloadedStep:
                 states.allocate(self._store)
         except OffloadError as error:
             problem = error
-        found = torch.tensor(int(problem is not None), device=self._ranks.device)
-        self._ranks.all_reduce(found, ReduceOp.MAX).wait()
+        found = torch.tensor(int(problem is not None), device=ranks.device)
+        ranks.all_reduce(found, ReduceOp.MAX).wait()
         if problem is not None:
             raise problem
         if int(found):
             raise OffloadError("another rank has no space for its states; see its message")
-        self._is_allocated = True

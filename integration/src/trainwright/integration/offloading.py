@@ -1,0 +1,56 @@
+"""Where a run keeps what does not stay on its devices: ``--offload``."""
+
+from __future__ import annotations
+
+from trainwright.integration.config import RunConfig
+from trainwright.integration.errors import ConfigError
+from trainwright.integration.optimizers.plans import Sees
+from trainwright.integration.settings.parallel import NVME
+from trainwright.sharding.offload import Offload, OffloadError, offload_to_folder, offload_to_host
+
+
+def offload_of(config: RunConfig) -> Offload | None:
+    """Return what keeps a rank's states, and maybe its weights, away from its device.
+
+    At stage 3 a file takes the weights too.
+
+    Raises:
+        ConfigError: the folder is none, or cannot be written to.
+    """
+    where, zero = config.parallel.offload, config.parallel.zero
+    if where == "none":
+        return None
+    if not where.startswith(NVME):
+        return offload_to_host(weights=where == "parameters")
+    try:
+        return offload_to_folder(where.removeprefix(NVME), weights=zero == 3)
+    except OffloadError as error:
+        raise ConfigError(f"--offload {where}: {error}") from error
+
+
+def check_offload(config: RunConfig) -> None:
+    """Check that what is to be offloaded can be.
+
+    Raises:
+        ConfigError: weights are in use all the time, the optimizer has to see whole parameters, or
+            states in a file would be copied to memory.
+    """
+    where, zero = config.parallel.offload, config.parallel.zero
+    if where == "none":
+        return
+    if where == "parameters" and zero < 3:
+        raise ConfigError(
+            f"--offload parameters needs --zero 3: with --zero {zero} weights are whole and in use "
+            "all the time; --offload optimizer works"
+        )
+    if any(share.sees is not Sees.ELEMENTS for share in config.optimizer.plan.shares):
+        raise ConfigError(
+            f"--offload {where}: {config.optimizer.optimizer} has to see whole parameters, and "
+            "states are offloaded in parts of them; take adamw, adam, sgd or lion, or --offload "
+            "none"
+        )
+    if where.startswith(NVME) and config.saving.async_save:
+        raise ConfigError(
+            f"--async-save keeps a copy of all states in memory while it writes, and --offload "
+            f"{where} is for states that do not fit there; leave one of them out"
+        )
