@@ -59,7 +59,7 @@ FAULTS_OF_PLANS = (
         f"{COLLECTIVES}/random/elements.py",
         "pair.view(-1)[indices.start - 2 * first : indices.stop - 2 * first]",
         "pair.view(-1)[: indices.stop - indices.start]",
-        _in("random", "slice_is_computed"),
+        _in("random", "slice"),
     ),
     Fault(
         "a range of a range counts from the beginning of the boxes",

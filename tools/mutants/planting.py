@@ -7,6 +7,7 @@ import queue
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import attrs
 
@@ -71,7 +72,15 @@ def outcome_of(fault: Fault, runner: Runner, all_tests: bool = False) -> Outcome
     )
 
 
-def without_the_unsound(found: Mapping[Fault, Outcome], runner: Runner) -> dict[Fault, Outcome]:
+class RunsTests(Protocol):
+    """Runs tests up to the first that goes red, such as a `Runner`."""
+
+    def run(self, tests: Sequence[str], deadline_s: float) -> Outcome:
+        """Return how they went."""
+        ...
+
+
+def without_the_unsound(found: Mapping[Fault, Outcome], runner: RunsTests) -> dict[Fault, Outcome]:
     """Run the tests that went red once more, on the right text.
 
     A test that is red there too has seen no fault: what it caught counts as broken.

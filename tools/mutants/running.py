@@ -70,14 +70,15 @@ class Runner:
 
     Args:
         tree: The copy; what is noted on the way lies beside it.
+        modules: What is imported once; none of them is in the tree.
     """
 
-    def __init__(self, tree: Path) -> None:
+    def __init__(self, tree: Path, modules: Sequence[str] = ("numpy", "torch")) -> None:
         self.tree = tree
         self._noted = tree.parent / "witness.jsonl"
         self._log = tree.parent / "pytest.log"
         self._warm = subprocess.Popen(
-            [sys.executable, "-m", "tools.mutants.warm"],
+            [sys.executable, "-m", "tools.mutants.warm", *modules],
             cwd=tree,
             env=_environment(tree, self._noted),
             stdin=subprocess.PIPE,
@@ -111,7 +112,8 @@ class Runner:
     def close(self) -> None:
         """End the process, and with it what it runs."""
         self._warm.terminate()
-        self._warm.wait()
+        with self._warm:  # which closes the pipes and waits
+            return
 
 
 def judge(code: int, failures: Sequence[dict[str, object]], output: str) -> Outcome:

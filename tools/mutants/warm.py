@@ -1,13 +1,15 @@
 """A process that has imported what is not ours, and runs each choice of tests in a fork of itself.
 
-Importing torch takes longer than many a test. Each line of its input is a request in JSON, each
-line of its output the answer: exit code, seconds, seconds of processors, memory of the largest
-process. A fork leads a session of its own, which is ended as a whole, whatever the tests started.
+Importing torch takes longer than many a test. ``python -m tools.mutants.warm MODULE…`` reads a
+request in JSON from each line of its input, and writes the answer as a line of its output: exit
+code, seconds, seconds of processors, memory of the largest process. A fork leads a session of its
+own, which is ended as a whole, whatever the tests started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -18,17 +20,17 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import numpy as np  # noqa: F401
 import pytest
-import torch  # noqa: F401
 
 HUNG = 124
 GRACE_S = 10.0
 _PAUSE_S = 0.02
 
 
-def main() -> None:
-    """Answer requests until there are no more."""
+def main(modules: Sequence[str]) -> None:
+    """Import modules, then answer requests until there are no more."""
+    for module in modules:
+        importlib.import_module(module)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     for line in sys.stdin:
         print(json.dumps(run(**json.loads(line))), flush=True)
@@ -103,4 +105,4 @@ def _signal(child: int, sign: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
