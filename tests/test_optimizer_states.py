@@ -21,7 +21,7 @@ from trainwright.integration.errors import ConfigError
 from trainwright.integration.live_state import LiveState
 from trainwright.integration.optimizers import OPTIMIZERS
 from trainwright.integration.parts import Parts, Progress, assemble
-from trainwright.integration.recipe import train
+from trainwright.integration.recipe import StepRecord, train
 from trainwright.integration.training_state import (
     KIND,
     restore_state,
@@ -40,9 +40,17 @@ def make(world: Communicator, config: RunConfig, chosen: CHOSEN = None) -> Parts
 
 def go_on(parts: Parts, progress: Progress, steps: int) -> Kept:
     """Train up to so many steps and return all that is kept then."""
-    if steps > progress.step:
+    if steps:
         train(attrs.evolve(parts, config=parts.config.evolve(steps=steps)), progress)
     return kept(parts)
+
+
+class EnoughError(Exception):
+    """A step was made, of a run that would go on."""
+
+
+def enough(record: StepRecord) -> None:
+    raise EnoughError
 
 
 def kept(parts: Parts) -> Kept:
@@ -267,11 +275,13 @@ def test_a_step_that_overflows_leaves_the_optimizer_as_it_was(name: str) -> None
         parts.scaler.load_state_dict({**parts.scaler.state_dict(), "scale": 2.0**40})
         progress = parts.start()
         before = kept(parts)
-        skipped = go_on(parts, progress, 1)
+        with pytest.raises(EnoughError):
+            train(parts, progress, [enough])
+        skipped = kept(parts)
         assert (progress.updates, progress.skipped) == (0, 1)
         assert_equal(skipped, before)
         parts.scaler.load_state_dict({**parts.scaler.state_dict(), "scale": 2.0**8})
-        go_on(parts, progress, 4)
+        go_on(parts, progress, 3)
         assert (progress.updates, progress.skipped) == (3, 1)
         for each in optimizers.held(parts.optimizer).values():
             assert float(each.values.get("step", 3)) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,16 @@ from trainwright.checkpointing.testing.files import CrashingFiles
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.collectives.shm import SharedMemoryCommunicator
 from trainwright.collectives.testing import run_processes
+from trainwright.integration import recipe
 from trainwright.integration.config import RunConfig
 from trainwright.integration.feed import GlobalBatch
 from trainwright.integration.model import DecoderStage, ModelShape
 from trainwright.integration.model.blocks import Attention
-from trainwright.integration.parts import assemble
+from trainwright.integration.parts import Progress, assemble
 from trainwright.integration.recipe import StepRecord, train
 from trainwright.integration.replica_check import ReplicaCheck
 from trainwright.integration.saver import Saver
-from trainwright.integration.training_state import restore_state
+from trainwright.integration.training_state import restore_state, save_state
 from trainwright.stability_guards import HaltError, Intervention, MemoryJournal, Verdict
 
 SHAPE = attrs.evolve(SPARSE, layers=2, experts=None, mlp_width=48)
@@ -167,7 +169,7 @@ def test_a_step_that_is_skipped_for_its_data_is_none_to_the_loss_scale(
     guards = tmp_path / "guards.json"
     skips = {"guards": {"joint-spike": {"min_history": 6, "evidence": 60}}}
     guards.write_text(json.dumps(skips))
-    config = settings(guards=str(guards), warmup=10, steps=BAD + 1)
+    config = settings(guards=str(guards), warmup=10, steps=BAD + 2)
     poison[BAD] = 40.0
 
     def work(world: Communicator) -> tuple[int, int, int]:
@@ -176,7 +178,68 @@ def test_a_step_that_is_skipped_for_its_data_is_none_to_the_loss_scale(
         train(parts, progress)
         return progress.updates, progress.skipped, parts.scaler.num_applied
 
-    assert LocalWorld(1).run(work) == [(BAD, 1, BAD)]
+    assert LocalWorld(1).run(work) == [(BAD + 2, 1, BAD + 2)]
+
+
+def test_a_run_resumed_from_before_a_skip_ends_with_the_weights_of_one_never_stopped(
+    poison: dict[int, float], tmp_path: Path
+) -> None:
+    exclude = tmp_path / "exclude.json"
+    exclude.write_text(json.dumps([[BATCH * BAD, BATCH * BAD + BATCH]]))
+    poison[BAD] = math.nan
+    config = settings(layout="dp=2", zero=1, warmup=3, steps=BAD + 2)
+    files = CrashingFiles()
+
+    def run(
+        world: Communicator, config: RunConfig, entries: Sequence[Intervention], resumes: bool
+    ) -> tuple[Progress, tuple[Intervention, ...], dict[str, torch.Tensor]]:
+        parts = assemble(config, world, text(), SHAPE, MemoryJournal(tuple(entries)))
+        place = parts.mesh.coordinates
+        store = StateStore("/run", world, coordinates=place, files=files)
+        progress = parts.start()
+        if resumes:
+            restored = restore_state(store, parts)
+            assert restored is not None
+            progress = restored
+
+        def observe(record: StepRecord) -> None:
+            if record.step == BAD - 1 and not resumes and not config.guards.exclude:
+                save_state(store, parts, progress)
+
+        train(parts, progress, [observe])
+        pieces = parts.model.pieces.items()
+        weights = {name: piece.parameter.detach().clone() for name, piece in pieces}
+        return progress, parts.journal.entries, weights
+
+    whole = LocalWorld(2, timeout_s=60.0).run(run, config, (), False)
+    resumed = LocalWorld(2, timeout_s=60.0).run(run, config, whole[0][1], True)
+    never = LocalWorld(2, timeout_s=60.0).run(run, config.evolve(exclude=str(exclude)), (), False)
+
+    assert [entry.verdict for entry in whole[0][1]] == [Verdict.SKIP]
+    for ranks, skipped in ((whole, 1), (resumed, 0), (never, 0)):
+        for (progress, _, found), (_, _, right) in zip(ranks, whole, strict=True):
+            counted = (progress.step, progress.updates, progress.skipped)
+            assert counted == (BAD + 2 + skipped, BAD + 2, skipped)
+            for name, weight in right.items():
+                assert torch.equal(found[name], weight), name
+
+
+def test_steps_that_are_skipped_for_ever_end_the_run(
+    poison: dict[int, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(recipe, "MOST_SKIPPED", 3)
+    guards = tmp_path / "guards.json"
+    guards.write_text('{"guards": {"non-finite": {"max_consecutive_skips": 100}}}')
+    poison.update(dict.fromkeys([1, *range(4, 40)], math.nan))
+
+    def work(world: Communicator) -> tuple[int, int]:
+        parts = assemble(settings(guards=str(guards), layout="dp=2"), world, text(), SHAPE)
+        progress = parts.start()
+        with pytest.raises(HaltError, match="step 7: 3 steps in a row were skipped"):
+            train(parts, progress)
+        return progress.updates, progress.skipped
+
+    assert LocalWorld(2, timeout_s=60.0).run(work) == [(3, 4)] * 2
 
 
 def _end_over_each(gloo: Communicator, config: RunConfig, shape: ModelShape) -> dict[str, RankEnd]:

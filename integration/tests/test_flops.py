@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from trainwright.checkpointing.activations import compose, parse_policy
+from trainwright.collectives import Communicator, LocalWorld
+from trainwright.integration.data import Reader, Shuffled
+from trainwright.integration.data.packing import WholeDocuments
 from trainwright.integration.devices import DEVICES, PEAK_OF_DTYPE, device_of, find_device
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.feed import Feed
 from trainwright.integration.flops import (
     FULL_SQUARE,
     MODEL,
@@ -23,12 +28,16 @@ from trainwright.integration.flops import (
     Convention,
     Products,
     Scores,
+    Spans,
     flops_per_token,
     utilization,
 )
 from trainwright.integration.model import PRESETS, ModelShape, PlainLayers, build_stage
 from trainwright.integration.model.shape import Norm
+from trainwright.integration.sequence_part import SequencePart
 from trainwright.precision import PRESETS as DTYPES
+from trainwright.sharding import Mesh, MeshShape
+from trainwright.sharding.context import ContextLayout
 
 PUBLISHED = json.loads((Path(__file__).parent / "published_flops.json").read_text())
 
@@ -291,6 +300,40 @@ def test_peaks_are_of_dense_products_and_every_dtype_says_which() -> None:
         assert device.fp32 < device.fp16
         if device.fp8 is not None:
             assert device.fp8 == pytest.approx(2 * device.fp16, rel=0.02)
+
+
+def test_documents_that_do_not_see_each_other_have_the_flops_of_each_alone() -> None:
+    products = Products(attention=7, feed_forward=30, scores=(Scores(2, 5),), head=100)
+    lengths = (4, 1, 3)
+    # By hand: 6 FLOPs a weight and token; of scores 2 * 2 * 5 a key, half of the square, thrice.
+    by_hand = 6 * 137 * (4 + 1 + 3) + 3 * 20 * (16 + 1 + 9) / 2
+
+    found = Spans(sum(lengths), sum(length**2 for length in lengths)).flops(products)
+
+    assert found == pytest.approx(by_hand, rel=1e-12)
+    alone = [length * flops_per_token(products, length) for length in lengths]
+    assert found == pytest.approx(sum(alone), rel=1e-12)
+    assert Spans(16 * 128, 16 * 128**2).flops(products) == 16 * 128 * flops_per_token(products, 128)
+    assert Spans(0, 0).flops(products) == 0.0
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "cp=2", "dp=2", "dp=2,cp=2"])
+def test_a_batch_says_the_documents_that_attend_in_it_and_no_padding(layout: str) -> None:
+    # Of rows of five inputs one has four of a document and one of another, one has three.
+    documents = WholeDocuments(np.arange(9, dtype=np.uint8), np.array([4, 6, 9]), 5)
+    shape = MeshShape.parse(layout)
+
+    def work(world: Communicator) -> list[Spans]:
+        mesh = Mesh(world, shape)
+        reader = Reader(
+            Shuffled(documents, seed=3), 2, data_rank=mesh.coordinate("dp"), data_size=shape.dp
+        )
+        part = SequencePart(ContextLayout("zigzag", 5, shape.cp), mesh.communicator("cp"))
+        feed = Feed(reader, mesh.communicator("dp", "cp"), part)
+        return [feed.next_batch().spans() for _ in range(2)]
+
+    for found in LocalWorld(shape.world_size, timeout_s=60.0).run(work):
+        assert found == [Spans(4 + 1 + 3, 16 + 1 + 9)] * 2
 
 
 def test_model_flops_leave_recomputation_out() -> None:

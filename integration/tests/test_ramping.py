@@ -19,6 +19,7 @@ from trainwright.integration import Corpus, ModelShape, RunConfig, assemble, tra
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.feed import GlobalBatch
 from trainwright.integration.fitting import check_fits
+from trainwright.integration.flops import Spans
 from trainwright.integration.model import DecoderStage
 from trainwright.integration.model.decoder import build_stage
 from trainwright.integration.model.initialize import initialize_
@@ -91,6 +92,9 @@ def test_a_ramped_run_makes_the_steps_of_a_serial_loop_over_the_same_sizes(layou
     right = serial_losses(settings, SIZES)
     for records, position in ranks:
         assert [record.tokens for record in records] == [15 * size for size in SIZES]
+        assert [record.spans for record in records] == [
+            Spans(15 * size, 15 * 15 * size) for size in SIZES
+        ]
         assert [record.loss for record in records] == pytest.approx(right, rel=1e-9)
         assert position == sum(SIZES)
 
@@ -135,7 +139,7 @@ def test_a_skipped_batch_does_not_move_the_ramp_on(
 
     ranks = LocalWorld(2, timeout_s=60.0).run(run, config(layout="dp=2"))
 
-    right = [*SIZES[: bad + 1], *SIZES[bad:5]]
+    right = [*SIZES[: bad + 1], *SIZES[bad:]]
     for records, _ in ranks:
         assert records[bad].verdict is Verdict.SKIP
         assert [record.tokens for record in records] == [15 * size for size in right]

@@ -15,13 +15,14 @@ import pytest
 from trainwright.checkpointing import CheckpointingWarning, LocalFiles, StateStore
 from trainwright.checkpointing.testing.failing import FailingFiles
 from trainwright.collectives import Communicator, LocalWorld
-from trainwright.integration import numerics, worker
+from trainwright.integration import numerics, train_command, worker
 from trainwright.integration.cli import main
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import read_corpus
 from trainwright.integration.errors import ConfigError, DataError
 from trainwright.integration.guarding import GuardPlan
 from trainwright.integration.run_folder import WRITER, RunFolder
+from trainwright.integration.stopping import STOPPED, StopWhenAsked
 from trainwright.integration.worker import check_same_data, check_same_guards
 from trainwright.precision import DynamicLossScaler
 from trainwright.stability_guards import FileJournal, Positions, never
@@ -151,27 +152,35 @@ def test_checkpoints_of_another_run_are_neither_resumed_nor_removed(
     assert "complete: step 3 of run" in capsys.readouterr().err
 
 
-def test_a_run_that_ends_while_its_loss_scale_falls_is_kept_and_goes_on_falling(
+def test_a_run_that_is_stopped_while_its_loss_scale_falls_is_kept_and_goes_on_falling(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "falling"
-    made = []
+    made: list[DynamicLossScaler] = []
+    asked = StopWhenAsked()
+    asked.ask()
 
     def kept(*values: Any, **options: Any) -> DynamicLossScaler:
         made.append(DynamicLossScaler(*values, **options))
         return made[-1]
 
     monkeypatch.setattr(numerics, "DynamicLossScaler", kept)
-    steep = ["--dtype", "float16", "--initial-scale", str(2.0**40)]
+    steep = ["--dtype", "float16", "--initial-scale", str(2.0**24)]
     begun = ["train", *SMALL, *steep, "--data", str(data), "--out", str(folder)]
-    going = ["train", "--threads-as-ranks", "--resume", str(folder), "--steps", "5"]
+    going = ["train", "--threads-as-ranks", "--resume", str(folder), "--steps", "3"]
 
-    assert main([*begun, "--steps", "3"]) == 0
+    with monkeypatch.context() as stopping:
+        stopping.setattr(train_command, "_stop", lambda *_: asked)
+        assert main([*begun, "--steps", "3"]) == STOPPED
+    assert [scaler.get_scale() for scaler in made] == [2.0**23]
     assert main(going) == 0
 
-    assert [row["verdict"] for row in _rows(folder)] == ["SKIP"] * 5
-    assert [scaler.get_scale() for scaler in made] == [2.0**37, 2.0**35]
-    assert StateStore(folder / "checkpoints").steps() == [3, 5]
+    verdicts = [row.get("verdict") for row in _rows(folder)]
+    skipped = verdicts.count("SKIP")
+    assert 1 < skipped < 20
+    assert verdicts == ["SKIP"] * skipped + [None] * 3
+    assert made[1].get_scale() == 2.0 ** (24 - skipped)
+    assert StateStore(folder / "checkpoints").steps() == [1, skipped + 3]
 
 
 def test_the_last_checkpoints_and_every_nth_stay(tmp_path: Path, data: Path) -> None:
@@ -256,7 +265,7 @@ def test_fewer_steps_than_were_made_are_refused(
 ) -> None:
     resume = ["train", "--threads-as-ranks", "--resume", str(finished), "--steps", "2"]
     assert main(resume) == 2
-    assert "3 steps already" in capsys.readouterr().err
+    assert "3 updates already" in capsys.readouterr().err
 
 
 def test_the_json_summary_of_a_finished_run_is_json(
@@ -275,7 +284,7 @@ def test_weights_ruined_by_a_step_are_never_saved_as_success(
     wild = ["--data", str(data), "--steps", "6", "--lr", "1e30", "--out", str(folder)]
     code = main(["train", *SMALL, *wild])
     assert code == 1
-    assert "skipped" in capsys.readouterr().err
+    assert "21 in a row" in capsys.readouterr().err
     assert not list((folder / "checkpoints").glob("step-*"))
 
 
@@ -297,7 +306,7 @@ def test_the_text_of_a_batch_that_was_skipped_is_shown_and_can_be_left_out(
     again = ["--data", str(data), "--steps", "2", "--exclude", str(exclude)]
     assert main(["train", *SMALL, *again, "--out", str(tmp_path / "again")]) == 0
     assert main(["data", "show", str(folder), "--step", "1"]) == 2
-    assert "intervened at steps [2, 3]" in capsys.readouterr().err
+    assert "intervened at steps [2, 3, 4" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_with_other_guards_which_begin_anew(tmp_path: Path, data: Path) -> None:

@@ -24,6 +24,7 @@ from trainwright.integration.cli import main
 from trainwright.integration.display import display, duration
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.evaluating import EvaluateEvery
+from trainwright.integration.flops import Products, Spans
 from trainwright.integration.memory_kinds import peak_bytes, state_bytes
 from trainwright.integration.recipe import StepRecord
 from trainwright.integration.report import page, read_run
@@ -139,8 +140,13 @@ def test_a_resumed_run_forgets_what_was_told_of_steps_that_it_makes_again(
     assert [event.step for event in events.Scalars("loss/held_out")] == [2, 4, 5]
 
 
+PRODUCTS = Products(attention=4 * 10**8, feed_forward=6 * 10**8, scores=(), head=0)
+"""6e9 FLOPs a token."""
+
+
 def record(step: int, verdict: Verdict = Verdict.CONTINUE, **more: float) -> StepRecord:
     values: dict[str, Any] = {"loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "tokens": 1024}
+    values |= {"end": 100, "spans": Spans(200, 200 * 16)}
     return StepRecord(step, **{**values, **more}, seconds=0.5, verdict=verdict, microbatches=2)
 
 
@@ -155,13 +161,16 @@ def shown(*, terminal: bool) -> str:
     )
     with display(100, 0, console) as watcher:
         telling = Telling(
-            [watcher], Pace(5e11, 4e12), lambda: 3 * 10**9, journal("loss [red]high[/red] at 7")
+            [watcher],
+            Pace(PRODUCTS, 4.8e12),
+            lambda: 3 * 10**9,
+            journal("loss [red]high[/red] at 7"),
         )
         for step in range(1, 8):
             telling(record(step))
         telling.evaluated(7, 2.25, 1.5)
-        telling(record(8, Verdict.SKIP))
-        telling(record(100, loss=float("nan")))
+        telling(record(8, Verdict.SKIP, end=101))
+        telling(record(101, end=101, loss=float("nan")))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -174,7 +183,7 @@ def test_a_log_has_lines_with_loss_pace_utilization_memory_and_interventions() -
     assert lines[0].endswith(" left")
     assert lines[1] == "step 7/100  held-out loss 2.250  1.5 s"
     assert lines[2].endswith("SKIP: loss [red]high[/red] at 7")
-    assert lines[3].startswith("step 100/100  loss nan")
+    assert lines[3].startswith("step 101/101  loss nan")
     assert lines[3].endswith("0 s left")
     assert len(lines) == 4
 
@@ -184,7 +193,7 @@ def test_a_terminal_has_a_bar_with_the_held_out_loss_and_interventions_above_it(
     assert "step 8: SKIP: loss [red]high[/red] at 7" in text
     assert "held-out 2.250" in text
     assert "MFU 50.0 %" in text
-    assert "100/100" in text
+    assert "101/101" in text
 
 
 def test_durations_are_told_in_seconds_minutes_or_hours() -> None:
@@ -193,21 +202,22 @@ def test_durations_are_told_in_seconds_minutes_or_hours() -> None:
 
 
 def test_utilization_is_told_only_where_the_peak_is_known() -> None:
-    assert Pace(5e11, None).mfu(record(1)) is None
-    assert Pace(5e11, 4e12).mfu(record(1)) == 0.5
+    assert Pace(PRODUCTS, None).mfu(record(1)) is None
+    assert Pace(PRODUCTS, 4.8e12).mfu(record(1)) == 0.5
+    assert Pace(PRODUCTS, 4.8e12).mfu(attrs.evolve(record(1), spans=Spans(100, 100))) == 0.25
     seen: list[Told] = []
     watcher = SimpleNamespace(stepped=seen.append)
-    Telling([watcher], Pace(1e12, None), lambda: 5, MemoryJournal())(record(1))
+    Telling([watcher], Pace(PRODUCTS, None), lambda: 5, MemoryJournal())(record(1))
     assert attrs.astuple(seen[0], recurse=False)[1:] == (None, 5, "")
     assert peak_bytes(torch.device("cpu")) > 10**7
 
 
 def test_the_held_out_loss_is_found_at_due_steps_that_are_not_taken_back() -> None:
     told: list[tuple[int, float]] = []
-    held_out = EvaluateEvery(3, 9, lambda: 1.5, lambda step, loss, _: told.append((step, loss)))
+    held_out = EvaluateEvery(3, lambda: 1.5, lambda step, loss, _: told.append((step, loss)))
     for step in range(1, 10):
-        held_out(record(step, Verdict.ROLLBACK if step == 3 else Verdict.CONTINUE))
-    held_out(record(3, Verdict.SKIP))
+        held_out(record(step, Verdict.ROLLBACK if step == 3 else Verdict.CONTINUE, end=9))
+    held_out(record(3, Verdict.SKIP, end=9))
     assert told == [(6, 1.5), (3, 1.5)]
     never = attrs.evolve(held_out, every=0)
     never(record(6))

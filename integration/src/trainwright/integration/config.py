@@ -45,8 +45,9 @@ class RunConfig:
     so that `of`, `evolve` and the command line need no section.
 
     Args:
-        steps: steps to make, those among them whose update is skipped (a resumed run counts from
-            its beginning; it does not read again what it skipped).
+        steps: updates to make; a step whose update is skipped does not count, so that schedules
+            reach their end and a run that skips a batch trains like one that never reads it. A
+            resumed run counts from its beginning.
         seed: decides initial weights and sample order.
         dtype: of weights and compute; master weights and moments are at least float32. With
             ``float16`` losses are scaled, with ``fp8-…`` layers multiply FP8 operands in bfloat16.
@@ -55,7 +56,7 @@ class RunConfig:
         ConfigError: a value is of another kind, or out of its range.
     """
 
-    steps: int = leaf(600, "steps to make", positive)
+    steps: int = leaf(600, "updates to make; steps that are skipped do not count", positive)
     seed: int = leaf(0, "of initial weights and sample order", not_negative)
     dtype: str = leaf("float32", f"one of {', '.join(DTYPES)}", one_of(DTYPES))
     parallel: ParallelSettings = attrs.field(factory=ParallelSettings)

@@ -26,7 +26,7 @@ def display(steps: int, done: int, console: Console | None = None) -> Iterator[W
     """Show a run that has made ``done`` of its steps, until the block ends.
 
     Args:
-        steps: of the run.
+        steps: of the run, if none is skipped: each one that is makes one more.
         done: how many of them are made.
         console: where to; None is standard error. A terminal gets a bar.
     """
@@ -43,17 +43,18 @@ class Lines:
 
     def __init__(self, steps: int, done: int, console: Console) -> None:
         self._console = console
-        self._steps = steps
+        self._end = steps
         self._every = max(1, (steps - done) // LINES)
-        self._left = TimeLeft(steps)
+        self._left = TimeLeft()
 
     def stepped(self, told: Told) -> None:
         """Print the step if it is due."""
-        step, left = told.record.step, self._left.after(told.record.step)
+        step, self._end = told.record.step, told.record.end
+        left = self._left.after(self._end - step)
         intervened = told.record.verdict is not Verdict.CONTINUE
-        if step % self._every and step != self._steps and not intervened:
+        if step % self._every and step != self._end and not intervened:
             return
-        parts = [f"step {step}/{self._steps}", *said(told), left]
+        parts = [f"step {step}/{self._end}", *said(told), left]
         if intervened:
             parts.append(intervention(told))
         self._print("  ".join(parts))
@@ -61,7 +62,7 @@ class Lines:
     def evaluated(self, step: int, loss: float, seconds: float | None) -> None:
         """Print the loss."""
         took = "" if seconds is None else f"  {seconds:.1f} s"
-        self._print(f"step {step}/{self._steps}  held-out loss {loss:.3f}{took}")
+        self._print(f"step {step}/{self._end}  held-out loss {loss:.3f}{took}")
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)
@@ -78,7 +79,7 @@ class Bar:
             console=console,
         )
         self._task = self._progress.add_task("train", total=steps, completed=done, said="")
-        self._left = TimeLeft(steps)
+        self._left = TimeLeft()
         self._held_out = ""
 
     def __enter__(self) -> Bar:
@@ -90,12 +91,15 @@ class Bar:
 
     def stepped(self, told: Told) -> None:
         """Move the bar on."""
-        left = self._left.after(told.record.step)
+        record = told.record
+        left = self._left.after(record.end - record.step)
         loss, *rest = said(told)
         parts = [loss, *([self._held_out] if self._held_out else []), *rest, left]
-        self._progress.update(self._task, completed=told.record.step, said=" ".join(parts))
-        if told.record.verdict is not Verdict.CONTINUE:
-            line = f"step {told.record.step}: {intervention(told)}"
+        self._progress.update(
+            self._task, completed=record.step, total=record.end, said=" ".join(parts)
+        )
+        if record.verdict is not Verdict.CONTINUE:
+            line = f"step {record.step}: {intervention(told)}"
             self._progress.console.print(Text(line))
 
     def evaluated(self, step: int, loss: float, seconds: float | None) -> None:
@@ -104,19 +108,14 @@ class Bar:
 
 
 class TimeLeft:
-    """How long a run will take yet, by the pace of its latest steps with all that is between them.
+    """How long a run will take yet, by the pace of its latest steps and all between them."""
 
-    Args:
-        steps: of the run.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self) -> None:
         self._last: float | None = None
         self._mean: float | None = None
 
-    def after(self, step: int) -> str:
-        """Return what is left after a step was made just now."""
+    def after(self, steps_left: int) -> str:
+        """Return what is left when a step was made just now, and so many are to be made."""
         now = time.monotonic()
         if self._last is not None:
             took = now - self._last
@@ -125,7 +124,7 @@ class TimeLeft:
         self._last = now
         if self._mean is None:
             return "… left"
-        return f"{duration(self._mean * (self._steps - step))} left"
+        return f"{duration(self._mean * steps_left)} left"
 
 
 def said(told: Told) -> list[str]:

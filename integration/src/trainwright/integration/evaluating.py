@@ -13,25 +13,23 @@ from trainwright.stability_guards import Verdict
 
 @attrs.frozen(eq=False)
 class EvaluateEvery:
-    """Observes the steps and evaluates after every so many, but for the last.
+    """Observes the steps and evaluates after every so many, but the last, which is anyway.
 
     The state of the run stays as it is, bit for bit.
 
     Args:
         every: steps from one evaluation to the next; 0 for none.
-        steps: of the run; after the last one it is evaluated anyway.
         evaluate: returns the held-out loss; every rank calls it together.
         tell: is told step, loss and seconds.
     """
 
     every: int
-    steps: int
     evaluate: Callable[[], float]
     tell: Callable[[int, float, float], None]
 
     def __call__(self, record: StepRecord) -> None:
         """Evaluate if the step is due; one that was taken back is not."""
-        if not self.every or record.step % self.every or record.step >= self.steps:
+        if not self.every or record.step % self.every or record.step >= record.end:
             return
         if record.verdict is Verdict.ROLLBACK:
             return

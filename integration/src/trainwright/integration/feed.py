@@ -13,6 +13,7 @@ import torch
 from trainwright.collectives import Communicator, Work
 from trainwright.integration.data import IGNORE, Batch, Reader
 from trainwright.integration.data.prefetch import ReadAhead
+from trainwright.integration.flops import Spans
 from trainwright.integration.sequence_part import SequencePart
 from trainwright.stability_guards import Positions
 
@@ -30,17 +31,31 @@ class GlobalBatch:
         positions_S: int64, which positions those are.
         tokens: float64 0-d, valid labels of this part.
         divisor: float64 0-d, valid labels of the global batch, the same on every rank.
+        documents: int64 [2], the tokens that are in documents and the squared lengths of these, of
+            the global batch; None where every sequence is one document.
+        sequence_length: inputs of a whole sequence.
     """
 
     part: Batch
     positions_S: torch.Tensor
     tokens: torch.Tensor
     divisor: torch.Tensor
+    documents: torch.Tensor | None
+    sequence_length: int
 
     @property
     def microbatches(self) -> int:
         """Microbatches of this rank's part."""
         return len(self.part.tokens_MBS)
+
+    def spans(self) -> Spans:
+        """Return what the FLOPs of the step follow from; the host waits if there are documents."""
+        if self.documents is not None:
+            tokens, squares = self.documents.tolist()
+            return Spans(tokens, squares)
+        length = self.sequence_length
+        tokens = self.part.positions.count * length
+        return Spans(tokens, tokens * length)
 
     def inputs(self, stage: int, microbatch: int) -> dict[str, torch.Tensor]:
         """Return the keyword arguments of a stage for one microbatch: the same for every stage.
@@ -76,7 +91,8 @@ class Feed:
         sizes: sequences of the global batch that begins at a position, and the microbatches of a
             rank's share; None for those of the reader.
 
-    Communicates: one int64 all-reduce of one element a step over ``data``.
+    Communicates: one int64 all-reduce a step over ``data``, of one element, or of three where
+        sequences are packed with documents.
     """
 
     def __init__(
@@ -102,6 +118,7 @@ class Feed:
         """Return the next batch and start on the one after it."""
         batch, own, count, work = self._ahead or self._start()
         work.wait()
+        documents = count[1:] if len(count) > 1 else None
         self._position, self._last = batch.end, batch.positions
         self._ahead = self._start()
         return GlobalBatch(
@@ -109,6 +126,8 @@ class Feed:
             positions_S=self._positions_S,
             tokens=own.to(torch.float64),
             divisor=count[0].to(torch.float64),
+            documents=documents,
+            sequence_length=self._part.layout.length,
         )
 
     @property
@@ -179,4 +198,19 @@ class Feed:
         # Counted where the labels are: the host does not wait for the device.
         own = (batch.labels_MBS != IGNORE).sum()
         count = own.reshape(1).to(self._data.device, copy=True)
+        if batch.documents_MBS is not None:
+            # These are of whole sequences: of the ranks that share one, the first counts them.
+            mine = _spans_of(batch.documents_MBS) * (self._part.comm.rank == 0)
+            count = torch.cat((count, mine.to(count.device)))
         return batch, own, count, self._data.all_reduce(count)
+
+
+def _spans_of(documents_MBS: torch.Tensor) -> torch.Tensor:
+    """Return the tokens that are in documents, and the squared lengths of these, int64 [2]."""
+    rows_NS = documents_MBS.flatten(0, 1)
+    # Documents of several rows have the same numbers.
+    apart = int(rows_NS.max()) + 2
+    keys_NS = rows_NS + apart * torch.arange(1, len(rows_NS) + 1)[:, None]
+    keys, lengths = torch.unique_consecutive(keys_NS, return_counts=True)
+    lengths = lengths[(keys + 1) % apart > 0]  # padding is document -1
+    return torch.stack((lengths.sum(), lengths.square().sum()))

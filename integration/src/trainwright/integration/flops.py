@@ -28,14 +28,15 @@ class Scores:
     width: int
     window: int | None = None
 
-    def forward(self, sequence_length: int, *, causal: bool) -> float:
+    def forward(self, sequence_length: float, *, causal: bool) -> float:
         """Return the forward FLOPs of a token, the mean over its places in the sequence.
 
         Args:
-            sequence_length: tokens that attend to each other.
+            sequence_length: tokens that attend to each other; of sequences that are not longer than
+                the window, their mean over tokens, as in `Spans`.
             causal: whether only keys that a query can see count, half of the square.
         """
-        seen = float(min(self.window or sequence_length, sequence_length))
+        seen = min(float(self.window or sequence_length), sequence_length)
         if causal:
             seen -= seen * seen / (2 * sequence_length)
         return 2.0 * self.layers * self.width * seen
@@ -153,8 +154,33 @@ EIGHT_N = attrs.evolve(SIX_N, recomputed="everything")
 """8 N a token: 6 N and one more forward, where activations are recomputed."""
 
 
+@attrs.frozen
+class Spans:
+    """The tokens of a step, and how many of them attend to each other.
+
+    Args:
+        tokens: how many, padding not among them.
+        squares: the squared lengths of all documents, or of whole sequences where these are not
+            cut into documents, added up.
+    """
+
+    tokens: int
+    squares: int
+
+    @property
+    def mean(self) -> float:
+        """The length of the document that a token is of, the mean over the tokens."""
+        return self.squares / self.tokens if self.tokens else 0.0
+
+    def flops(self, products: Products, convention: Convention = MODEL) -> float:
+        """Return the FLOPs of training on these tokens."""
+        if not self.tokens:
+            return 0.0
+        return self.tokens * flops_per_token(products, self.mean, convention)
+
+
 def flops_per_token(
-    products: Products, sequence_length: int, convention: Convention = MODEL
+    products: Products, sequence_length: float, convention: Convention = MODEL
 ) -> float:
     """Return the FLOPs of training on one token: forward, backward, and what is recomputed.
 

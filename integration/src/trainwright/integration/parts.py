@@ -53,6 +53,8 @@ class Progress:
         step: batches consumed, but for those that a rollback has left out.
         updates: updates applied.
         skipped: batches whose update was skipped.
+        in_a_row: batches whose update was skipped since the last one that was applied, in this
+            process.
         guard_state: what the recovery remembers, plain data; empty before the first step.
     """
 
@@ -60,6 +62,15 @@ class Progress:
     step: int = 0
     updates: int = 0
     skipped: int = 0
+    in_a_row: int = 0
+
+    def end(self, steps: int) -> int:
+        """Return the number of the step with which a run ends, if no more are skipped.
+
+        Args:
+            steps: updates that the run makes.
+        """
+        return self.step + steps - self.updates
 
 
 @attrs.frozen(eq=False)
@@ -109,7 +120,7 @@ class Parts:
 
     @property
     def steps(self) -> int:
-        """Steps that the run makes."""
+        """Updates that the run makes."""
         return self.config.steps
 
     @property

@@ -7,14 +7,18 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
+from trainwright.integration.flops import Spans
 from trainwright.integration.parts import Parts, Progress
 from trainwright.integration.recovering import guards_state, recovery_of
 from trainwright.pipeline_schedules.execute import StepResult
 from trainwright.sharding import StepTotals, one_norm
-from trainwright.stability_guards import Verdict, clip_
+from trainwright.stability_guards import HaltError, Verdict, clip_
 
 Observer = Callable[["StepRecord"], None]
 """Called on every rank after each step."""
+
+MOST_SKIPPED = 1000
+"""So many steps in a row without an update end a run: the next one would make none either."""
 
 
 @attrs.frozen
@@ -23,6 +27,9 @@ class StepRecord:
 
     Args:
         step: number of steps made, this one included.
+        end: number of the step that would be the last one, if no more are skipped.
+        spans: all tokens of the global batch, targets or not, and how far they see; None where
+            nobody says.
         loss: mean loss of the global batch's valid tokens, in nats.
         grad_norm: norm of the whole gradient before clipping.
         lr: learning rate of the update; zero where none was applied.
@@ -41,16 +48,21 @@ class StepRecord:
     seconds: float
     verdict: Verdict
     microbatches: int = 0
+    end: int = 0
+    spans: Spans | None = None
     pipeline: StepResult | None = attrs.field(default=None, eq=False, repr=False)
 
 
 def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) -> None:
-    """Train until ``parts.steps`` steps are made; ``progress`` says where to begin and moves along.
+    """Train until ``parts.steps`` updates are applied; ``progress`` says where to begin.
 
-    It moves back where guards ask for a rollback, and ends earlier where the ranks agree to stop.
+    It moves along with the steps, those among them that are skipped, and back where guards ask for
+    a rollback. All ends earlier where the ranks agree to stop. As skipped steps do not count, a run
+    makes the same updates whether it skips a batch, goes back and leaves it out, or never reads it.
 
     Raises:
-        HaltError: the guards stopped the run; every rank raises it at the same step.
+        HaltError: the guards stopped the run, or `MOST_SKIPPED` steps in a row were skipped; every
+            rank raises it at the same step.
         LossScaleError: gradients overflow at any loss scale; every rank raises it.
 
     Communicates: the pipeline's boundary tensors, the reduction of each gradient bucket, one
@@ -59,7 +71,7 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
     """
     recovery = recovery_of(parts, progress)
     recovery.begin(progress.step)
-    while progress.step < parts.steps and not parts.stop.agreed:
+    while progress.updates < parts.steps and not parts.stop.agreed:
         started = time.perf_counter()
         made = progress.step + 1
         batch = parts.feed.next_batch()
@@ -93,6 +105,8 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
             seconds=time.perf_counter() - started,
             verdict=verdict,
             microbatches=batch.microbatches,
+            end=progress.end(parts.steps),
+            spans=batch.spans(),
             pipeline=result,
         )
         for observe in observers:
@@ -116,6 +130,7 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
     parts.model.publish()
     progress.updates += 1
     progress.step += 1
+    progress.in_a_row = 0
     return lr
 
 
@@ -131,6 +146,12 @@ def _skip(parts: Parts, progress: Progress, totals: StepTotals) -> float:
         parts.scaler.load_state_dict(parts.scaler.state_dict())
     progress.skipped += 1
     progress.step += 1
+    progress.in_a_row += 1
+    if progress.in_a_row >= MOST_SKIPPED:
+        raise HaltError(
+            f"step {progress.step}: {progress.in_a_row} steps in a row were skipped, and no update "
+            "was applied; look at the data, or at what --guards says"
+        )
     return 0.0
 
 

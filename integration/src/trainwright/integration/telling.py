@@ -9,7 +9,7 @@ from typing import IO, Any, Protocol
 
 import attrs
 
-from trainwright.integration.flops import utilization
+from trainwright.integration.flops import Products, utilization
 from trainwright.integration.recipe import StepRecord
 from trainwright.integration.strict_json import strict_json
 from trainwright.stability_guards import Journal, Verdict
@@ -54,18 +54,18 @@ class Pace:
     """What turns seconds a step into MFU.
 
     Args:
-        flops_per_microbatch: model FLOPs of a microbatch, of each data rank one.
+        products: what a token is multiplied with.
         peak_flops_per_s: of all devices together; None where it is not known.
     """
 
-    flops_per_microbatch: float
+    products: Products
     peak_flops_per_s: float | None
 
     def mfu(self, record: StepRecord) -> float | None:
         """Return the share of the peak that a step reaches."""
-        if self.peak_flops_per_s is None:
+        if self.peak_flops_per_s is None or record.spans is None:
             return None
-        flops = self.flops_per_microbatch * record.microbatches
+        flops = record.spans.flops(self.products)
         return utilization(flops, record.seconds, self.peak_flops_per_s)
 
 

@@ -97,7 +97,7 @@ def watching(
                 write = lines.write
         watch = Watch([], telling, folder)
         every = parts.config.evaluation.evaluate_every
-        held_out = EvaluateEvery(every, parts.steps, evaluate, watch.evaluated)
+        held_out = EvaluateEvery(every, evaluate, watch.evaluated)
         measures = RankMeasures(parts, progress, write)
         opened.callback(measures.close)
         first = [] if telling is None else [telling]
@@ -123,22 +123,15 @@ def _watchers(
     if parts.config.watching.tensorboard:
         events = tensorboard_events(folder.path / TENSORBOARD, progress.step)
         watchers.append(opened.enter_context(events))
-    watchers.append(opened.enter_context(display(parts.steps, progress.step)))
+    watchers.append(opened.enter_context(display(progress.end(parts.steps), progress.step)))
     return watchers
 
 
 def pace_of(parts: Parts) -> Pace:
-    """Return how many FLOPs a microbatch has and the devices could do.
-
-    All tokens of a batch count, also those that are no target.
-    """
-    batch, world = parts.config.batch, parts.mesh.world
+    """Return what the FLOPs of a step follow from, and how many the devices could do."""
+    world = parts.mesh.world
     peak = peak_of(world.device, parts.config.dtype)
-    tokens = parts.config.sizes.global_batch * batch.sequence_length
-    return Pace(
-        tokens * flops_per_token(products_of(parts), batch.sequence_length),
-        None if peak is None else peak * world.size,
-    )
+    return Pace(products_of(parts), None if peak is None else peak * world.size)
 
 
 def products_of(parts: Parts) -> Products:
