@@ -153,7 +153,7 @@ FAULTS_OF_CODECS = (
         f"{COLLECTIVES}/codec/blocks.py",
         "scales[blocks].copy_(_scales(rows, stored))",
         "scales[blocks].copy_(_scales(rows, stored).flip(0))",
-        _in("codec", "at_most_a_254th"),
+        _in("codec", "every_codec_keeps_the_laws"),
     ),
     Fault(
         "integers of a codec are cut off instead of rounded",

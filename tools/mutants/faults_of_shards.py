@@ -32,7 +32,7 @@ FAULTS_OF_KEPT_RANGES = (
         f"{DATA}/weights.py",
         "        if self.is_cut:\n            start = self.comm.rank * self.kept.numel()\n",
         "        if self.is_cut:\n            start = 0 * self.kept.numel()\n",
-        _in("data/test_stage_three", "can_be_loaded"),
+        _in("data/test_loaded_ranges", "element_by_element"),
     ),
     Fault(
         "a piece says that it is the beginning of its parameter",
@@ -77,7 +77,7 @@ FAULTS_OF_SUMS = (
         f"{DATA}/gradients.py",
         "            self.kept.zero_()\n",
         "            pass\n",
-        _in("test_data_gradients", "step_before or without_any_backward"),
+        _in("data/test_rounds", "earlier_step or numbers_of_backwards"),
     ),
     Fault(
         "sums of the step before are added to",
@@ -85,13 +85,6 @@ FAULTS_OF_SUMS = (
         '        """Forget the sums: the next reduction of this step is its first."""\n'
         "        self._has_sums = False\n",
         '        """Forget the sums: the next reduction of this step is its first."""\n',
-        _in("test_data_equals_serial", "every_stage"),
-    ),
-    Fault(
-        "padding of a bucket that is opened again is what lay there",
-        f"{DATA}/gradients.py",
-        "            self.full[gap].zero_()\n",
-        "            self.full[gap].fill_(float('nan'))\n",
         _in("test_data_equals_serial", "every_stage"),
     ),
 )
@@ -116,7 +109,7 @@ FAULTS_OF_THE_NORM = (
         f"{NORM}/totals.py",
         "    totals[1] = count_non_finite(gradients, norms, device)",
         "    totals[1] = 0.0",
-        _in("test_norm", "one_bad_element"),
+        _in("test_norm", "carries_everything"),
     ),
     Fault(
         "tokens count once for each tensor rank",
