@@ -28,8 +28,8 @@ FAULTS_OF_DATA_PARALLELISM = (
     Fault(
         "the data-parallel sum counts twice",
         f"{DATA}/gradients.py",
-        "        work.wait()\n        if self._has_sums:",
-        "        work.wait()\n        arriving.mul_(2)\n        if self._has_sums:",
+        "        work.wait()\n        if self.travel is not None:",
+        "        work.wait()\n        arriving.mul_(2)\n        if self.travel is not None:",
         IN_3D,
     ),
     Fault(

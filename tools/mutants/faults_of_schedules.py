@@ -30,8 +30,8 @@ FAULTS_OF_SCHEDULES = (
     Fault(
         "an embedding that both ends of a V share is summed over the pipeline too",
         f"{INTEGRATION}/sharded.py",
-        "shares_ends=len(members) == 2,",
-        "shares_ends=False,",
+        "offload, len(members) == 2, drawn",
+        "offload, False, drawn",
         ON_A_V,
     ),
     Fault(

@@ -82,9 +82,8 @@ FAULTS_OF_SUMS = (
     Fault(
         "sums of the step before are added to",
         f"{DATA}/gradients.py",
-        '        """Forget the sums: the next reduction of this step is its first."""\n'
-        "        self._has_sums = False\n",
-        '        """Forget the sums: the next reduction of this step is its first."""\n',
+        "        self._arrive()\n        self._has_sums = False\n",
+        "        self._arrive()\n",
         _in("test_data_equals_serial", "every_stage"),
     ),
 )
