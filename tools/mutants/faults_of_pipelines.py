@@ -57,15 +57,6 @@ FAULTS_OF_PIPELINES = (
         _in("executor", "losses_and_gradients"),
     ),
     Fault(
-        "an evaluation leaves gradients behind",
-        f"{EXECUTE}/losses.py",
-        "        if self._seed is not None and checked.requires_grad:",
-        "        if self._seed is None and checked.requires_grad:\n"
-        "            checked.backward()\n"
-        "        if self._seed is not None and checked.requires_grad:",
-        _in("executor", "evaluation_before_and_between"),
-    ),
-    Fault(
         "a doubled action passes the check",
         f"{PIPELINES}/completeness.py",
         "    wrong = np.argwhere(counts != expected)",

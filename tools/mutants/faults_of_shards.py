@@ -90,6 +90,13 @@ FAULTS_OF_SUMS = (
 
 FAULTS_OF_THE_NORM = (
     Fault(
+        "a weight that both ends of the pipeline hold counts on both",
+        f"{DATA}/axes.py",
+        "            if axis not in key.data_axes:\n                replicated",
+        '            if axis not in (*key.data_axes, "pp"):\n                replicated',
+        _in("data/test_hybrid_and_tied_ends", "one_sum_one_norm"),
+    ),
+    Fault(
         "rows of a norm are added up as they are",
         f"{NORM}/sums.py",
         "joined.pow(p).sum()",
