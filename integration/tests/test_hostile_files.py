@@ -6,11 +6,19 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
-from trainwright.integration.errors import RunFolderError
+from trainwright.integration.config import RunConfig
+from trainwright.integration.data import DataChoice, open_data, prepare_data
+from trainwright.integration.data.choice import parse_paths
+from trainwright.integration.data.learned import read_tokenizer, train_bpe
+from trainwright.integration.errors import ConfigError, DataError, RunFolderError
+from trainwright.integration.hugging_face import read_config
 from trainwright.integration.outside_files import read_object, read_text
 from trainwright.integration.report import page, read_run
+from trainwright.integration.report.pipeline import ideal_of, lanes_of
 from trainwright.integration.run_folder import RunFolder
 
 DEEP = "[" * 9_000
@@ -75,3 +83,199 @@ def test_the_identity_of_a_run_is_read_or_refused(tmp_path: Path) -> None:
         (tmp_path / "run.json").write_bytes(content.encode("utf-8", "surrogatepass"))
         with pytest.raises(RunFolderError, match="cannot read whose run"):
             RunFolder(tmp_path).identity()
+
+
+def test_messages_can_be_printed_whatever_they_name() -> None:
+    error = ConfigError("half of \ud83d and " + "x" * 10**6)
+    text = str(error)
+    assert text.startswith(r"half of \ud83d and xxx")
+    assert len(text.encode()) < 5_000
+
+
+@pytest.mark.parametrize(
+    "weight",
+    ["1e999999999", "1e-999999999", "9" * 500, "1/0", "0", "-1", "nan", "inf", "1/3/4", "", "０"],
+)
+def test_a_weight_that_no_memory_holds_is_refused_like_any_other(weight: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be a positive number of a few digits|no weight"):
+        parse_paths(f"a@1,b@{weight}")
+
+
+def test_names_that_no_file_can_have_are_names_of_nothing(tmp_path: Path) -> None:
+    long = "x" * 5_000
+    for name in (long, "a\0b", "\ud800"):
+        with pytest.raises((DataError, ConfigError)):
+            prepare_data(DataChoice(data=name), tmp_path / "out")
+        with pytest.raises(ConfigError, match="unknown model"):
+            _ = RunConfig.of(model=name).model.shape
+        with pytest.raises(ConfigError):
+            read_tokenizer(Path(name))
+    assert [str(each.path) for each in parse_paths(f"{long}@1,b@2")] == [long, "b"]
+
+
+def _arrow(folder: Path) -> Path:
+    folder.mkdir()
+    table = pa.table({"text": [f"text {k}" for k in range(20)]})
+    with (
+        pa.OSFile(str(folder / "d.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as stream,
+    ):
+        stream.write_table(table)
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "d.arrow"}]}')
+    return folder
+
+
+def test_offsets_that_lead_out_of_a_table_are_not_followed(tmp_path: Path) -> None:
+    # The library that reads tables follows them, out of the process's memory.
+    folder = _arrow(tmp_path / "saved")
+    whole = (folder / "d.arrow").read_bytes()
+    offsets = np.arange(0, 6 * 20, 6, dtype="<i4").tobytes()[:40]
+    assert whole.count(offsets) == 1
+    (folder / "d.arrow").write_bytes(whole.replace(offsets, b"\xff\xff\xff\x7f" * 10))
+    with pytest.raises(DataError, match="as a table"):
+        prepare_data(DataChoice(data=str(folder)), tmp_path / "out")
+
+    (folder / "d.arrow").write_bytes(whole.replace(b"text 7", b"te\xfft 7"))
+    with pytest.raises(DataError, match="as a table"):
+        prepare_data(DataChoice(data=str(folder)), tmp_path / "out")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "x" * 5_000}]}))
+    with pytest.raises(DataError, match="lacks the files"):
+        prepare_data(DataChoice(data=str(folder)), tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "text.txt").write_text("hallo welt, wie geht es dir\n" * 40)
+    prepare_data(DataChoice(data=str(folder / "text.txt"), tokenizer="bpe:262"), folder / "data")
+    return folder / "data"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": "1/0"},
+        {"weight": 1},
+        {"weight": "9" * 5_000},
+        {"role": "test"},
+        {"place": 3},
+        {"parts": ["train", "train"]},
+        {"parts": 7},
+        {"dtype": "O"},
+        {"dtype": "<f4"},
+        {"dtype": "<u2", "tokens": 2**62},
+        {"dtype": "<u2", "place": "manifest.json", "tokens": 5, "cut": 6},
+        {"files": "many"},
+        {"skipped": [1]},
+        {"place": "."},
+        {"place": "\ud800"},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_lies_of_its_sources_is_refused(
+    prepared: Path, change: dict[str, object]
+) -> None:
+    path = prepared / "manifest.json"
+    before = path.read_text()
+    values = json.loads(before)
+    values["entries"][0] |= change
+    try:
+        path.write_text(json.dumps(values))
+        with pytest.raises(DataError):
+            open_data(prepared)
+    finally:
+        path.write_text(before)
+    assert len(open_data(prepared).train) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"checksum": ""},
+        {"checksum": "zz"},
+        {"tokenizer": "bpe:300"},
+        {"tokenizer": "/etc/passwd"},
+        {"packing": "tight"},
+        {"end_token": 3},
+        {"entries": []},
+        {"more": 1},
+        {"key": [[]]},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_lies_of_its_data_is_refused(
+    prepared: Path, change: dict[str, object]
+) -> None:
+    path = prepared / "manifest.json"
+    before = path.read_text()
+    try:
+        path.write_text(json.dumps(json.loads(before) | change))
+        with pytest.raises(DataError):
+            open_data(prepared)
+    finally:
+        path.write_text(before)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"data_offsets": [0,', b'"data_offsets": [[],'),
+        (b'"data_offsets": [0,', b'"data_offsets": [-8,'),
+        (b'"data_offsets": [0,', b'"data_offsets": [0.0,'),
+        (b'"dtype": "U16"', b'"dtype": "I64"'),
+        (b'"dtype": "U16"', b'"dtype": ["U"]'),
+        (b'{"__metadata__"', b'{"tokens": 1   '),
+        (b'{"__metadata__"', b"[" * 15),
+    ],
+)
+def test_a_header_of_tokens_that_lies_is_refused(prepared: Path, old: bytes, new: bytes) -> None:
+    path = prepared / "0.train.safetensors"
+    before = path.read_bytes()
+    assert before.count(old) >= 1
+    head = before[:1024].replace(old, new, 1)
+    try:
+        path.write_bytes((head.rstrip(b" ").ljust(1024))[:1024] + before[1024:])
+        with pytest.raises(DataError):
+            open_data(prepared)
+    finally:
+        path.write_bytes(before)
+
+
+def test_vocabularies_that_no_model_has_rows_for_are_refused(tmp_path: Path) -> None:
+    described = json.loads(train_bpe([b"hallo welt"] * 3, 262).content)
+    path = tmp_path / "tokenizer.json"
+    described["model"]["vocab"]["hallo"] = 2**32 - 2
+    path.write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match="token of number 4294967294"):
+        read_tokenizer(path)
+    del described["model"]["vocab"]["hallo"]
+    path.write_text(json.dumps(described))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
+    with pytest.raises(ConfigError, match=r"has no token \\ud800"):
+        read_tokenizer(tmp_path)
+
+
+def test_texts_that_a_vocabulary_has_no_words_for_are_refused(tmp_path: Path) -> None:
+    words = {
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "[UNK]"},
+        "added_tokens": [],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    (tmp_path / "text.txt").write_text("words\n" * 9)
+    choice = DataChoice(data=str(tmp_path / "text.txt"), tokenizer=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"tokenizer.json cannot encode the text: .*UNK"):
+        prepare_data(choice, tmp_path / "out")
+
+
+def test_a_configuration_of_a_model_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": ' + DEEP)
+    with pytest.raises(ConfigError, match="nested too deep"):
+        read_config(tmp_path)
+
+
+def test_a_schedule_of_more_microbatches_than_were_measured_is_not_built() -> None:
+    lanes = lanes_of([[["F", 0, 0, 0.0, 1.0], ["B", 0, 0, 1.0, 3.0]]])
+    about = {"schedule": "1f1b", "pipeline_ranks": 1, "microbatches": 1, "chunks": None}
+    assert ideal_of(about, lanes)
+    for size in (10**9, 3, 0, -1, True, 1.0, "1", None):
+        assert ideal_of({**about, "microbatches": size}, lanes) == ()

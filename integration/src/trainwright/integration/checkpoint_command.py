@@ -160,7 +160,7 @@ def convert_command(options: argparse.Namespace) -> int:
     """Write a checkpoint in another format."""
     limit = _parse_size(options.max_file_size)
     target = Path(options.target)
-    if target.exists():
+    if os.path.exists(target):
         raise ConfigError(f"{target} is there already; give the name of a new folder")
     with _open(options.place, options) as opened:
         for path, reason in opened.refused.items():
@@ -236,18 +236,18 @@ def _verify_foreign(kind: str, place: Path, options: argparse.Namespace) -> int:
 
 def _kind(place: Path) -> str:
     """Return which format a folder has; the one of a folder that is not there is ours."""
-    if (place / ".metadata").exists():
+    if os.path.exists(place / ".metadata"):
         return "dcp"
-    names = os.listdir(place) if place.is_dir() else []
+    names = os.listdir(place) if os.path.isdir(place) else []
     if "manifest.json" not in names and any(name.endswith(".safetensors") for name in names):
         return "safetensors"
     return "trainwright"
 
 
 def _parse(text: str) -> tuple[Path, int | None]:
-    match = None if Path(text).exists() else _WITH_STEP.fullmatch(text)
+    match = None if os.path.exists(text) else _WITH_STEP.fullmatch(text)
     place, step = (Path(text), None) if match is None else (Path(match[1]), int(match[2]))
-    if not place.is_dir():
+    if not os.path.isdir(place):
         raise NoCheckpointError(f"{place} is no folder")
     inner = place / "checkpoints"  # where a run keeps them
     return (inner if inner.is_dir() else place), step

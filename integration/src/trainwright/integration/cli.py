@@ -58,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # stops because another failed, the other one tells the story.
         sys.stderr.write(f"trainwright: {error}\n")
         return 1
+    except OSError as error:
+        # What a machine refuses is named with its file, wherever it was met.
+        sys.stderr.write(f"trainwright: {error}\n")
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write("trainwright: interrupted\n")
         return 130

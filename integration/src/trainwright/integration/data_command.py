@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -67,7 +68,7 @@ def tokenize_command(options: argparse.Namespace) -> int:
     if len(choice.paths) > 1:
         raise ConfigError("data tokenize takes one path; a run mixes folders by their weights")
     folder = Path(options.out)
-    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    is_new = not os.path.exists(folder) or (os.path.isdir(folder) and not any(folder.iterdir()))
     if not is_new and not (folder / MANIFEST).exists():
         raise ConfigError(f"--out {folder} holds something else; give a new name")
     data = prepare_data(choice, folder)

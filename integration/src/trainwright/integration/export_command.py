@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: there is no model, it is of no family that is known, or the folder is there.
     """
-    if Path(options.out).exists():
+    if os.path.exists(options.out):
         raise ConfigError(f"{options.out} is there already; give the name of a new folder")
     place = open_place(Path(options.model))
     request = Request(

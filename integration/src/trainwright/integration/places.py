@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from trainwright.integration.data.tokenizer import ByteTokenizer, Tokenizer
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.loading import StandingModel, load_run, standing_settings
 from trainwright.integration.model import PRESETS, ModelShape
+from trainwright.integration.outside_files import read_object
 from trainwright.integration.run_folder import CONFIG, DATA, IDENTITY, RunFolder
 
 USUAL_LENGTH = 1024
@@ -150,9 +151,9 @@ def open_place(path: Path) -> Place:
     Raises:
         ConfigError: neither a run nor a model of Hugging Face's libraries.
     """
-    if (path / IDENTITY).is_file():
+    if os.path.isfile(path / IDENTITY):
         return RunPlace(path)
-    if (path / CONFIG).is_file():
+    if os.path.isfile(path / CONFIG):
         return HuggingFacePlace(path)
     raise ConfigError(
         f"{path} holds no model: neither the {IDENTITY} of a run, nor the {CONFIG} of a model of "
@@ -166,11 +167,11 @@ def _end_of(tokenizer: Tokenizer) -> frozenset[int]:
 
 def _named_ends(path: Path) -> set[int]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_object(path)
     except FileNotFoundError:
         return set()
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    named = values.get("eos_token_id") if isinstance(values, dict) else None
+    named = values.get("eos_token_id")
     tokens = named if isinstance(named, list) else [named]
     return {token for token in tokens if type(token) is int}

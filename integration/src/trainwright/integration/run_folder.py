@@ -188,7 +188,7 @@ class RunFolder:
         Raises:
             RunFolderError: the folder holds no run.
         """
-        if not (self.path / CONFIG).exists():
+        if not os.path.exists(self.path / CONFIG):
             raise RunFolderError(f"{self.path} holds no run to resume: {CONFIG} is missing")
         return RunConfig.load(self.path / CONFIG)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -152,7 +153,7 @@ def _reading_its_tokens(config: RunConfig) -> RunConfig:
     folder = Path(config.model.model)
     if config.model.model in PRESETS or config.data.tokenizer is not None:
         return config
-    return config.evolve(tokenizer=str(folder)) if (folder / TOKENIZER).is_file() else config
+    return config.evolve(tokenizer=str(folder)) if os.path.isfile(folder / TOKENIZER) else config
 
 
 def _check_same_scaling(stored: str, wanted: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import os
+import re
 import sysconfig
 from fractions import Fraction
 from pathlib import Path
@@ -25,6 +26,11 @@ TEXTUAL = ("text", "jsonl", "parquet", "datasets")
 TOKENISED = ("nanogpt", "megatron", "tokens")
 FORMATS = ("auto", *TEXTUAL, *TOKENISED)
 HELD_OUT_SHARE = 0.05
+_DIGITS = r"[0-9]{1,18}"
+_WEIGHT = re.compile(
+    rf"({_DIGITS}(\.[0-9]{{0,18}})?|\.{_DIGITS})([eE][+-]?[0-9]{{1,2}})?"
+    rf"|{_DIGITS}/[1-9][0-9]{{0,17}}"
+)
 
 
 @attrs.frozen
@@ -127,7 +133,8 @@ def parse_paths(text: str | None) -> tuple[WeightedPath, ...]:
     if text is None:
         return (WeightedPath(None),)
     parts = text.split(",")
-    if Path(text).exists() or (len(parts) == 1 and "@" not in text):
+    # Of a name that no file can have this says no, where others raise.
+    if os.path.exists(text) or (len(parts) == 1 and "@" not in text):
         return (WeightedPath(Path(text)),)
     found = []
     for part in parts:
@@ -142,12 +149,13 @@ def parse_paths(text: str | None) -> tuple[WeightedPath, ...]:
 
 
 def _weight(weight: str, text: str) -> Fraction:
-    try:
-        value = Fraction(weight)
-    except (ValueError, ZeroDivisionError):
-        value = Fraction(0)
-    if value <= 0 or not math.isfinite(float(value)):
-        raise ConfigError(f"--data {text}: weight {weight!r} must be a positive number")
+    # Of 1e999999999 the digits alone would fill the memory.
+    value = Fraction(weight) if _WEIGHT.fullmatch(weight) else Fraction(0)
+    if value <= 0:
+        raise ConfigError(
+            f"--data {text}: weight {weight!r} must be a positive number of a few digits, such as "
+            "0.7 or 1/3"
+        )
     return value
 
 
@@ -161,19 +169,19 @@ def format_of(path: Path, asked: str = "auto") -> str:
     """
     if asked != "auto":
         return asked
-    if path.is_dir():
+    if os.path.isdir(path):
         return _format_of_folder(path)
     if _format_of_name(path.name) != "text":
         return _format_of_name(path.name)
-    if path.suffix == ".idx" or Path(f"{prefix_of(path)}.idx").is_file():
+    if path.suffix == ".idx" or os.path.isfile(f"{prefix_of(path)}.idx"):
         return "megatron"
     return "nanogpt" if path.suffix == ".bin" else "text"
 
 
 def _format_of_folder(folder: Path) -> str:
-    if (folder / MANIFEST).is_file():
+    if os.path.isfile(folder / MANIFEST):
         return "tokens"
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+    if os.path.isfile(folder / "state.json") or os.path.isfile(folder / "dataset_dict.json"):
         return "datasets"
     kinds = set()
     for file in walk(folder):

@@ -79,6 +79,7 @@ class Dataset:
         source: where it was read from, for messages.
         files: number of files that were read.
         skipped: names of files that are not text, and were left out.
+        held_out_weights: of what is held out; None: those of the sources.
     """
 
     train: tuple[Tokens, ...]
@@ -90,6 +91,7 @@ class Dataset:
     source: str
     files: int
     skipped: tuple[str, ...] = ()
+    held_out_weights: tuple[Fraction, ...] | None = None
 
     @property
     def byte_stream(self) -> np.ndarray | None:
@@ -125,7 +127,8 @@ class Dataset:
             )
         if len(sets) == 1:
             return spread(sets[0], count)
-        counts = Turns.of(self.weights).prefix(count)
+        weights = self.weights if self.held_out_weights is None else self.held_out_weights
+        counts = Turns.of(weights).prefix(count)
         return joined([spread(one, k) for one, k in zip(sets, counts, strict=True) if k])
 
 

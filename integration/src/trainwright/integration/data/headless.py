@@ -7,7 +7,7 @@ from pathlib import Path
 import attrs
 import numpy as np
 
-from trainwright.integration.data.manifest import HELD_OUT, TRAIN, SourceEntry
+from trainwright.integration.data.source_entry import HELD_OUT, TRAIN, SourceEntry
 from trainwright.integration.data.sources.megatron import map_indexed, prefix_of
 from trainwright.integration.data.sources.nanogpt import map_tokens
 from trainwright.integration.errors import DataError

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from trainwright.integration.data.tokenizer import (
     smallest_dtype,
 )
 from trainwright.integration.errors import ConfigError, DataError
+from trainwright.integration.outside_files import read_object, read_text
 
 END_OF_TEXT = "<|endoftext|>"
 TURN = ("<|im_start|>", "<|im_end|>")
@@ -27,6 +29,12 @@ ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", TURN[1])
 """Names of the token behind a document, where nothing says which it is; the first that is known."""
 
 FILE = "tokenizer.json"
+MOST_BYTES = 1 << 28
+"""A file of a tokenizer has less."""
+
+MOST_TOKENS = 1 << 24
+"""Tokens that a vocabulary may have; beyond any that was made."""
+
 SMALLEST_BPE = 256 + 1 + len(TURN)
 
 Training = Callable[[], Iterable[bytes]]
@@ -46,15 +54,13 @@ class LearnedTokenizer:
     """
 
     def __init__(self, content: str, *, end: str | None = None, where: str = FILE) -> None:
-        try:
-            # It raises plain exceptions of its own.
+        self._where = where
+        with _refusing(f"{where} is no tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:
-            raise ConfigError(f"{where} is no tokenizer: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         names = ENDS if end is None else (end,)
-        known = [name for name in names if self._tokenizer.token_to_id(name) is not None]
+        known = [name for name in names if self.special(name) is not None]
         if not known:
             raise ConfigError(
                 f"{where} has no token {' or '.join(names)} to stand behind documents; "
@@ -62,10 +68,16 @@ class LearnedTokenizer:
             )
         self.end_name = known[0]
         self.end: int | None = self._tokenizer.token_to_id(known[0])
-        around = self._tokenizer.encode("").ids
+        with _refusing(f"{where} cannot encode a text"):
+            around = self._tokenizer.encode("").ids
         self.start = tuple(token for token in around if token != self.end)
         # Numbers may have gaps, which the model's table needs rows for.
-        self.vocabulary = 1 + max(self._tokenizer.get_vocab().values())
+        self.vocabulary = 1 + max(*self._tokenizer.get_vocab().values(), *around)
+        if self.vocabulary > MOST_TOKENS:
+            raise ConfigError(
+                f"{where} has a token of number {self.vocabulary - 1}; numbers below "
+                f"{MOST_TOKENS} work, since a model has a row for each"
+            )
         self.dtype = smallest_dtype(self.vocabulary)
         # What users write is text, also where it looks like the end of a message.
         self._tokenizer.encode_special_tokens = True
@@ -74,12 +86,17 @@ class LearnedTokenizer:
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Return the tokens of each text, all of them by as many threads as there are cores."""
         decoded = [text.decode("utf-8") for text in texts]
-        found = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        with _refusing(f"{self._where} cannot encode the text"):
+            found = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.array(each.ids, dtype=self.dtype) for each in found]
 
     def special(self, text: str) -> int | None:
         """Return the token of that name, or None."""
-        token: int | None = self._tokenizer.token_to_id(text)
+        try:
+            token: int | None = self._tokenizer.token_to_id(text)
+        except UnicodeEncodeError:
+            # Half a character is the name of nothing.
+            return None
         return token
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
@@ -89,16 +106,14 @@ class LearnedTokenizer:
 
     def sizes(self) -> np.ndarray | None:
         """Return the bytes of each token where they are those of a byte-level alphabet."""
-        described = json.loads(self._content)
-        if (described.get("decoder") or {}).get("type") != "ByteLevel":
+        if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
             return None
         found = np.zeros(self.vocabulary, np.int64)
         for text, token in self._tokenizer.get_vocab().items():
             # One character of this alphabet stands for one byte.
             found[token] = len(text)
-        for added in described.get("added_tokens", ()):
-            special = added.get("special", False)
-            found[added["id"]] = 0 if special else len(added["content"].encode())
+        for token, added in self._tokenizer.get_added_tokens_decoder().items():
+            found[token] = 0 if added.special else len(added.content.encode())
         return found
 
     def describe(self) -> str:
@@ -109,6 +124,19 @@ class LearnedTokenizer:
     def content(self) -> str:
         """What its ``tokenizer.json`` holds."""
         return self._content
+
+
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Raise what the library raises, plain exceptions and panics of its own, as our error."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"{what}: {error}") from error
 
 
 def train_bpe(texts: Iterable[bytes], vocabulary: int) -> LearnedTokenizer:
@@ -168,10 +196,10 @@ def read_tokenizer(path: Path, end: str | None = None) -> LearnedTokenizer:
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
-    file = path / FILE if path.is_dir() else path
+    file = path / FILE if os.path.isdir(path) else path
     try:
-        content = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        content = read_text(file, MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"--tokenizer {path}: cannot read {file}: {error}; give bytes, bpe:N, ids:N, or a "
             "tokenizer.json or the folder of one"
@@ -182,12 +210,12 @@ def read_tokenizer(path: Path, end: str | None = None) -> LearnedTokenizer:
 def _configured_end(folder: Path) -> str | None:
     path = folder / "tokenizer_config.json"
     try:
-        configured = json.loads(path.read_text(encoding="utf-8"))
+        configured = read_object(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    end = configured.get("eos_token") if isinstance(configured, dict) else None
+    end = configured.get("eos_token")
     if isinstance(end, dict):
         end = end.get("content")
     return end if isinstance(end, str) else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,89 +16,39 @@ import numpy as np
 
 from trainwright.integration.aside import write_aside
 from trainwright.integration.data.dataset import Dataset
-from trainwright.integration.data.learned import FILE, LearnedTokenizer, make_tokenizer
-from trainwright.integration.data.token_file import map_token_file, sync_folder
-from trainwright.integration.data.tokenizer import Tokenizer
-from trainwright.integration.data.tokens import BLOCK, Tokens
-from trainwright.integration.errors import DataError
+from trainwright.integration.data.learned import (
+    FILE,
+    LearnedTokenizer,
+    make_tokenizer,
+    read_tokenizer,
+)
+from trainwright.integration.data.source_entry import (
+    HELD_OUT,
+    TEXT_OR_NONE,
+    TRAIN,
+    SourceEntry,
+    must,
+)
+from trainwright.integration.data.token_file import sync_folder
+from trainwright.integration.data.tokenizer import BYTES, Tokenizer
+from trainwright.integration.data.tokens import BLOCK, PACKINGS, Tokens
+from trainwright.integration.errors import ConfigError, DataError
+from trainwright.integration.outside_files import read_object
 
 FORMAT = "trainwright-data-1"
 MANIFEST = "manifest.json"
-TRAIN, HELD_OUT = "train", "held-out"
+MOST_BYTES = 1 << 28
+"""It lists the files that were left out."""
+
+DEEPEST = 8
+"""Prepared data may be another folder's, and that another's, but none is its own."""
+
+_TOKENIZER = re.compile(rf"{BYTES}|ids:[0-9]{{1,10}}|{re.escape(FILE)}")
+_DIGITS = re.compile("([0-9a-f]{64})?")
 
 
-def _strings(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(values)
-
-
-@attrs.frozen
-class SourceEntry:
-    """Where the tokens of one source are.
-
-    Args:
-        source: where it was read from, for messages.
-        weight: its share, relative to others, as a fraction.
-        role: ``train``, or ``held-out`` where all of it is held out.
-        place: what the names of its token files begin with; a folder of prepared data; or a file of
-            tokens without a header.
-        parts: parts that it has, ``train`` and perhaps ``held-out``.
-        dtype: kind of tokens, little-endian, of a file without a header.
-        tokens: as many it has.
-        cut: as many of these are trained on, the others held out.
-        ends: file with the places where its documents end; None where they are not listed.
-        files: number of files that were read.
-        skipped: names of files that were left out.
-    """
-
-    source: str
-    weight: str
-    role: str
-    place: str
-    parts: tuple[str, ...] = attrs.field(default=(TRAIN,), converter=_strings)
-    dtype: str | None = None
-    tokens: int = 0
-    cut: int = 0
-    ends: str | None = None
-    files: int = 1
-    skipped: tuple[str, ...] = attrs.field(default=(), converter=_strings)
-
-    def open(self, folder: Path, end_token: int | None) -> dict[str, Tokens]:
-        """Map the parts of the source.
-
-        Raises:
-            DataError: a file is missing, truncated or another.
-        """
-        names = {TRAIN: "data", HELD_OUT: "held-out part"}
-        place = folder / self.place
-        if self.dtype is not None:
-            return self._map_headless(place, folder, end_token)
-        if place.is_dir():
-            data = read_manifest(place).open(place)
-            held_out = dict(zip((HELD_OUT,), data.held_out, strict=False))
-            return {TRAIN: data.train[0], **held_out}
-        return {
-            part: map_token_file(token_path(place, part), names[part], end_token)
-            for part in self.parts
-        }
-
-    def _map_headless(self, place: Path, folder: Path, end: int | None) -> dict[str, Tokens]:
-        try:
-            mapped = np.memmap(place, dtype=np.dtype(self.dtype), mode="r")
-            ends = None if self.ends is None else np.load(folder / self.ends, mmap_mode="r")
-        except (OSError, ValueError) as error:
-            raise DataError(f"cannot map the tokens of {place}: {error}") from error
-        if len(mapped) != self.tokens:
-            raise DataError(
-                f"{place} had {self.tokens} tokens when it was looked at, and now {len(mapped)}"
-            )
-        first = second = None
-        if ends is not None:
-            number = int(np.searchsorted(ends, self.cut, side="right"))
-            first, second = ends[:number], ends[number:] - self.cut
-        parts = {TRAIN: Tokens(mapped[: self.cut], first, end)}
-        if self.cut < self.tokens:
-            parts[HELD_OUT] = Tokens(mapped[self.cut :], second, end, what="held-out part")
-        return parts
+def _texts_like(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and bool(pattern.fullmatch(value))
 
 
 @attrs.frozen
@@ -112,11 +64,15 @@ class Manifest:
         entries: the sources.
     """
 
-    key: str
-    checksum: str
-    tokenizer: str
-    end_token: str | None
-    packing: str
+    key: str = attrs.field(validator=must("a checksum", _texts_like(_DIGITS)))
+    checksum: str = attrs.field(validator=must("a checksum", _texts_like(_DIGITS)))
+    tokenizer: str = attrs.field(
+        validator=must(f"{BYTES}, ids:N or {FILE}", _texts_like(_TOKENIZER))
+    )
+    end_token: str | None = attrs.field(validator=TEXT_OR_NONE)
+    packing: str = attrs.field(
+        validator=must(f"one of {', '.join(PACKINGS)}", lambda value: value in PACKINGS)
+    )
     entries: tuple[SourceEntry, ...]
 
     @classmethod
@@ -134,26 +90,33 @@ class Manifest:
             entries=tuple(entries),
         )
 
-    def open(self, folder: Path) -> Dataset:
+    def open(self, folder: Path, depth: int = 0) -> Dataset:
         """Map the data.
+
+        Args:
+            folder: where it is.
+            depth: folders whose data this one is.
 
         Raises:
             DataError: a file is missing, truncated or another.
         """
         tokenizer = self.read_tokenizer(folder)
-        train, held_out, weights = [], [], []
+        train, held_out = [], []
+        apart = any(entry.role == HELD_OUT for entry in self.entries)
         for entry in self.entries:
-            parts = entry.open(folder, tokenizer.end)
+            parts = _parts_of(entry, folder, tokenizer.end, depth)
+            weight = Fraction(entry.weight)
             if entry.role == HELD_OUT:
-                held_out.append(attrs.evolve(parts[TRAIN], what="held-out part"))
+                held_out.append((attrs.evolve(parts[TRAIN], what="held-out part"), weight))
                 continue
-            train.append(parts[TRAIN])
-            weights.append(Fraction(entry.weight))
-            held_out += [parts[HELD_OUT]] if HELD_OUT in parts else []
+            train.append((parts[TRAIN], weight))
+            if HELD_OUT in parts and not apart:
+                held_out.append((parts[HELD_OUT], weight))
         return Dataset(
-            train=tuple(train),
-            held_out=tuple(held_out),
-            weights=tuple(weights),
+            train=tuple(tokens for tokens, _ in train),
+            held_out=tuple(tokens for tokens, _ in held_out),
+            weights=tuple(weight for _, weight in train),
+            held_out_weights=tuple(weight for _, weight in held_out),
             tokenizer=tokenizer,
             packing=self.packing,
             checksum=self.checksum,
@@ -171,10 +134,9 @@ class Manifest:
         if self.tokenizer != FILE:
             return make_tokenizer(self.tokenizer, tuple)
         try:
-            content = (folder / FILE).read_text(encoding="utf-8")
-        except OSError as error:
+            return read_tokenizer(folder / FILE, self.end_token)
+        except ConfigError as error:
             raise DataError(f"cannot read the tokenizer of the data: {error}") from error
-        return LearnedTokenizer(content, end=self.end_token, where=str(folder / FILE))
 
     def write(self, folder: Path) -> None:
         """Write it, aside and then renamed; with it the folder holds prepared data."""
@@ -191,18 +153,33 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values.pop("format") != FORMAT:
+        values = read_object(path, MOST_BYTES)
+        if values.pop("format", None) != FORMAT:
             raise DataError(f"{path} is not of format {FORMAT}")
         entries = tuple(SourceEntry(**entry) for entry in values.pop("entries"))
-        return Manifest(entries=entries, **values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = Manifest(entries=entries, **values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder} holds no prepared data: {error}") from error
+    if not found.checksum or all(entry.role == HELD_OUT for entry in entries):
+        raise DataError(f"{folder} holds no prepared data: it has no checksum, or no source")
+    return found
 
 
-def token_path(place: Path, part: str) -> Path:
-    """Return the token file of a part of a source."""
-    return place.with_name(f"{place.name}.{part}.safetensors")
+def _parts_of(
+    entry: SourceEntry, folder: Path, end_token: int | None, depth: int
+) -> dict[str, Tokens]:
+    place = folder / entry.place
+    if entry.dtype is not None or not os.path.isdir(place):
+        return entry.map(folder, end_token)
+    if depth == DEEPEST:
+        raise DataError(f"{folder} is prepared data of {place}, which is that of another in turn")
+    data = read_manifest(place).open(place, depth + 1)
+    if len(data.train) > 1:
+        raise DataError(
+            f"{place} holds data of {len(data.train)} sources; give each one's own folder, with "
+            "its weight"
+        )
+    return {TRAIN: data.train[0], **dict(zip((HELD_OUT,), data.held_out, strict=False))}
 
 
 def checksum_of(data: Dataset) -> str:

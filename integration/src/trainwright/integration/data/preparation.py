@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,19 +30,16 @@ from trainwright.integration.data.learned import (
     vocabulary_of,
 )
 from trainwright.integration.data.manifest import (
-    HELD_OUT,
     MANIFEST,
-    TRAIN,
     Manifest,
-    SourceEntry,
     checksum_of,
     read_manifest,
-    token_path,
 )
+from trainwright.integration.data.source_entry import HELD_OUT, TRAIN, SourceEntry
 from trainwright.integration.data.sources.files import fingerprint_of
 from trainwright.integration.data.sources.megatron import prefix_of
 from trainwright.integration.data.sources.record import Document, Record, Source
-from trainwright.integration.data.token_file import written_tokens
+from trainwright.integration.data.token_file import token_path, written_tokens
 from trainwright.integration.data.tokenizer import BYTES, Tokenizer
 from trainwright.integration.errors import ConfigError, DataError
 
@@ -183,7 +181,7 @@ def _prepare(choice: DataChoice, sources: list[Found], key: str, folder: Path) -
 def _key_of(choice: DataChoice, sources: list[Found]) -> str:
     """Return what changes wherever the tokens would."""
     described: list[Any] = [attrs.asdict(attrs.evolve(choice, data=None, held_out=None))]
-    if choice.tokenizer is not None and Path(choice.tokenizer).exists():
+    if choice.tokenizer is not None and os.path.exists(choice.tokenizer):
         described.append(make_tokenizer(choice.tokenizer, tuple, choice.end_token).describe())
     for found in sources:
         described.append([found.kind, found.role, str(found.path.weight), _fingerprint(found)])

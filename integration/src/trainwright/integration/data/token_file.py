@@ -15,6 +15,7 @@ import numpy as np
 
 from trainwright.integration.data.tokens import Tokens
 from trainwright.integration.errors import DataError
+from trainwright.integration.outside_files import parse_json
 
 HEADER_BYTES = 1024
 """Room for the header, whose numbers are known at the end; a multiple of every element's size."""
@@ -105,6 +106,11 @@ def written_tokens(path: Path, dtype: np.dtype[Any], *, counts: bool) -> Iterato
         besides.unlink(missing_ok=True)
 
 
+def token_path(place: Path, part: str) -> Path:
+    """Return the token file of a part of a source."""
+    return place.with_name(f"{place.name}.{part}.safetensors")
+
+
 def map_token_file(path: Path, what: str, end_token: int | None = None) -> Tokens:
     """Map a file that `written_tokens` has written.
 
@@ -120,15 +126,18 @@ def map_token_file(path: Path, what: str, end_token: int | None = None) -> Token
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             (length,) = struct.unpack("<Q", file.read(8))
-            entries = json.loads(file.read(min(length, HEADER_BYTES)))
+            entries = parse_json(file.read(min(length, HEADER_BYTES)))
     except (OSError, ValueError, struct.error) as error:
         raise DataError(f"cannot read the token file {path}: {error}") from error
+    if not isinstance(entries, dict):
+        raise DataError(f"{path} is no token file: its header is no JSON object")
     found = {}
     for name in ("tokens", "ends", "counts"):
         if name in entries:
             found[name] = _mapped(path, entries[name], 8 + length, size)
     if not {"tokens", "ends"} <= found.keys():
-        raise DataError(f"{path} is no token file: it holds {sorted(entries)}")
+        raise DataError(f"{path} is no token file: it holds {sorted(entries)!r:.200}")
+    _check_lists(path, found)
     return Tokens(
         found["tokens"], found["ends"], end_token=end_token, counts=found.get("counts"), what=what
     )
@@ -141,11 +150,26 @@ def _mapped(path: Path, entry: dict[str, Any], start: int, size: int) -> np.ndar
         dtype = np.dtype(KINDS[entry["dtype"]])
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is no token file: {error}") from error
+    if not all(type(number) is int for number in (begin, end, length)):
+        raise DataError(f"{path} is no token file: {entry} has places that are no whole numbers")
     if not 0 <= begin <= end <= size - start or end - begin != length * dtype.itemsize:
         raise DataError(f"the token file {path} is truncated, or its header is wrong")
     if not length:
         return np.empty(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r", offset=start + begin, shape=(length,))
+
+
+def _check_lists(path: Path, found: dict[str, np.ndarray]) -> None:
+    tokens, ends, counts = (found.get(name) for name in ("tokens", "ends", "counts"))
+    assert tokens is not None
+    assert ends is not None
+    if tokens.dtype.kind != "u" or ends.dtype != np.int64:
+        raise DataError(f"{path} is no token file: {tokens.dtype} tokens and {ends.dtype} ends")
+    # The whole list is for who reads it; its ends tell another file's.
+    if (int(ends[-1]) if len(ends) else 0) != len(tokens):
+        raise DataError(f"the token file {path} is damaged: its documents end elsewhere")
+    if counts is not None and (counts.dtype.kind not in "bu" or len(counts) != len(tokens)):
+        raise DataError(f"the token file {path} is damaged: not every token counts or does not")
 
 
 def sync_folder(folder: Path) -> None:

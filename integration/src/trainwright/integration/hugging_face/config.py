@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from trainwright.integration.errors import ConfigError
 from trainwright.integration.hugging_face.families import FAMILIES, Family
 from trainwright.integration.hugging_face.keys import IGNORABLE, Keys
 from trainwright.integration.model import ModelShape
+from trainwright.integration.outside_files import read_object
 from trainwright.sharding import ShardingError
 
 CONFIG = "config.json"
@@ -23,7 +23,6 @@ _REFUSED = {
 }
 TRAINING = ("z_loss", "embedding_gradient")
 """What a shape says of training alone."""
-_MAX_BYTES = 1 << 24
 
 
 @attrs.frozen
@@ -66,15 +65,11 @@ def read_config(folder: str | Path, *, ignore: Collection[str] = ()) -> FoundCon
     """
     path = Path(folder) / CONFIG
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{path} is too large to be a config.json")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_object(path)
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no {CONFIG}, which says what its model is") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold an object")
     return understand(values, str(path), ignore)
 
 

@@ -63,12 +63,19 @@ def ideal_of(about: Mapping[str, Any], lanes: Lanes) -> Lanes:
     Empty where the schedule is not known.
     """
     name, ranks = str(about.get("schedule")), about.get("pipeline_ranks")
+    microbatches: Any = about.get("microbatches")
+    chunks = about.get("chunks")
+    bars = sum(len(lane) for lane in lanes)
+    sizes = (microbatches, 1 if chunks is None else chunks)
+    # Each microbatch has left a bar on each stage: more would be a schedule without end.
     if name not in GENERATORS or ranks != len(lanes):
         return ()
+    if not all(type(size) is int and 0 < size <= bars for size in sizes):
+        return ()
     try:
-        schedule = GENERATORS[name].make(ranks, int(about["microbatches"]), about.get("chunks"))
+        schedule = GENERATORS[name].make(ranks, microbatches, chunks)
         run = simulate(schedule, _measured_costs(lanes, schedule.num_stages))
-    except (KeyError, TypeError, ValueError, ScheduleError):
+    except (TypeError, ValueError, ScheduleError):
         return ()
     ideal: list[list[Bar]] = [[] for _ in lanes]
     times = zip(run.starts.tolist(), run.ends.tolist(), strict=True)

@@ -82,7 +82,7 @@ class RunFacts:
     def steps_wanted(self) -> int | None:
         """Steps that the settings ask for."""
         for section in self.settings.values():
-            if isinstance(section.get("steps"), int):
+            if 0 <= number(section.get("steps")) < 2**53:
                 return int(section["steps"])
         return None
 

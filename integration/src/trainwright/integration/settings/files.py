@@ -16,6 +16,7 @@ from trainwright.integration.outside_files import parse_json, read_text
 
 MOST_BYTES = 1 << 16
 """What is longer is no file of settings."""
+DEEPEST = 20
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -55,7 +56,14 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """Reads what is data only, keys that are text once each, and 1e-3 as the number that it is."""
 
+    depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Return a value; settings are no deeper than sections with lists."""
+        if self.depth > DEEPEST:
+            # The parser's time grows with the square of the depth.
+            line = self.peek_event().start_mark.line + 1
+            raise ValueError(f"line {line} is nested too deep to be settings")
         if self.check_event(yaml.AliasEvent):
             # A few lines of aliases to aliases hold more values than any memory.
             event = self.peek_event()
@@ -63,7 +71,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
                 f"line {event.start_mark.line + 1} has the alias *{event.anchor}; aliases are not "
                 "read: write out what it stands for"
             )
+        self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from trainwright.integration.values import positive, share
 
 def _to_name(model: Any) -> Any:
     """Return a folder's whole path, by which it is found from anywhere, and else the name."""
-    is_folder = isinstance(model, str) and model not in PRESETS and Path(model).is_dir()
+    is_folder = isinstance(model, str) and model not in PRESETS and os.path.isdir(model)
     return str(Path(model).resolve()) if is_folder else model
 
 
@@ -68,7 +69,7 @@ class ModelSettings:
     @property
     def shape(self) -> ModelShape:
         """The sizes of the model."""
-        if Path(self.model).is_dir() and self.model not in PRESETS:
+        if os.path.isdir(self.model) and self.model not in PRESETS:
             return self.applied(read_shape(self.model))
         return self.applied(preset(self.model))
 

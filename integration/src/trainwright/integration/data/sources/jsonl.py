@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,9 +83,9 @@ def named(source: Path, suffixes: tuple[str, ...]) -> list[Path]:
     Raises:
         DataError: there is none.
     """
-    if source.is_file():
+    if os.path.isfile(source):
         return [source]
-    if not source.exists():
+    if not os.path.exists(source):
         raise DataError(f"data path {source} does not exist")
     found = [p for p in files.files_below(source, "*") if p.name.endswith(suffixes)]
     if not found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from trainwright.integration.data.sources.holding_out import split_rows
 from trainwright.integration.data.sources.jsonl import named
 from trainwright.integration.data.sources.record import Record, record_of
 from trainwright.integration.errors import ConfigError, DataError
+from trainwright.integration.outside_files import read_object
 
 BATCH_ROWS = 1024
 
@@ -61,12 +62,16 @@ class Tables:
             read = self._parquet_batches if self.parquet else self._stream_batches
             number = 0
             try:
-                for batch in read(path):
-                    for value in batch.to_pylist():
+                for column in read(path):
+                    # Offsets that lead out of a buffer would be followed.
+                    column.validate(full=True)
+                    for value in column.to_pylist():
                         where = f"{path} row {number}"
                         yield record_of(f"{name}#{number}", value, chat=self.chat, where=where)
                         number += 1
-            except (self.arrow.ArrowException, OSError) as error:
+            except DataError:
+                raise
+            except (self.arrow.ArrowException, OSError, ValueError) as error:
                 raise DataError(f"cannot read {path} as a table: {error}") from error
 
     def _parquet_batches(self, path: Path) -> Iterator[Any]:
@@ -110,7 +115,7 @@ def saved_dataset(folder: Path, column: str, *, chat: bool = False) -> Tables:
         ConfigError: pyarrow is missing.
     """
     splits = folder / "dataset_dict.json"
-    if splits.exists():
+    if os.path.exists(splits):
         known = _json(splits).get("splits")
         raise DataError(
             f"{folder} holds the splits {known}; give the folder of one of them, and perhaps "
@@ -126,7 +131,7 @@ def saved_dataset(folder: Path, column: str, *, chat: bool = False) -> Tables:
         paths = [folder / entry["filename"] for entry in listed or ()]
     except (TypeError, KeyError) as error:
         raise DataError(f"{folder / 'state.json'} lists no files under _data_files") from error
-    missing = [path.name for path in paths if not path.is_file()]
+    missing = [path.name for path in paths if not os.path.isfile(path)]
     if missing or not paths:
         raise DataError(f"{folder} lacks the files {missing} that its state.json lists")
     return Tables(folder, paths, parquet=False, column=column, chat=chat)
@@ -134,12 +139,9 @@ def saved_dataset(folder: Path, column: str, *, chat: bool = False) -> Tables:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        return read_object(path)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return found
 
 
 def _pyarrow() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,14 +30,14 @@ class TextFiles:
     """
 
     def __init__(self, source: Path, pattern: str = "*", *, whole_characters: bool = False) -> None:
-        if not source.exists():
+        if not os.path.exists(source):
             raise DataError(
                 f"data path {source} does not exist; give a text file or a folder of them"
             )
         self.source = source
         self.whole_characters = whole_characters
         self.skipped: tuple[str, ...] = ()
-        if source.is_file():
+        if os.path.isfile(source):
             self._check(source)
             self.paths = [source]
         else:
