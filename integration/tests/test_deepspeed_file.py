@@ -152,8 +152,8 @@ def test_a_key_sets_what_it_means_here(block: Mapping[str, Any], leaves: Mapping
         ),
         ({"zero_optimization": {"contiguous_gradients": False}}, "must be true, got false"),
         (
-            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-            "offload_param to 'cpu' is not available yet",
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer to nvme needs nvme_path",
         ),
         ({"zero_optimization": {"mics_shard_size": 2}}, "dp_shard=M"),
         ({"train_batch_size": "8"}, "train_batch_size must be a number, got '8'"),
@@ -365,6 +365,49 @@ def _train(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return [{name: line[name] for name in computed if name in line} for line in lines]
 
 
+def test_the_offload_blocks_of_the_textbook_sample_can_be_dropped() -> None:
+    path = parse_tolerantly(TEXTBOOK)
+
+    kept, dropped = (read_deepspeed(path, drop_offload=drop) for drop in (False, True))
+
+    assert kept.config.parallel.offload == "parameters"
+    assert dropped.config.parallel.offload == "none"
+    assert any("offload_param to parameters is dropped" in note for note in dropped.notes)
+
+
+@pytest.mark.parametrize(
+    ("block", "offload"),
+    [
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1.0}}, "optimizer"),
+        ({"stage": 2, "cpu_offload": True}, "optimizer"),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, "none"),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, "parameters"),
+        ({"stage": 3, "offload_optimizer": {"device": "cpu"}}, "optimizer"),
+        ({"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}, "nvme:/x"),
+        (
+            {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/x"},
+                "offload_param": {"device": "cpu"},
+            },
+            "nvme:/x",
+        ),
+    ],
+    ids=str,
+)
+def test_offload_blocks_say_what_does_not_stay_on_the_device(
+    block: dict[str, Any], offload: str
+) -> None:
+    assert read_deepspeed({"zero_optimization": block}).config.parallel.offload == offload
+
+
+def test_an_offload_block_contradicts_an_option() -> None:
+    block = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+
+    with pytest.raises(ConfigError, match="offload_optimizer says optimizer and --offload says"):
+        read_deepspeed(block, {"offload": "none"})
+
+
 def test_the_textbook_sample_trains_as_the_same_run_by_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -373,20 +416,16 @@ def test_the_textbook_sample_trains_as_the_same_run_by_options(
     (tmp_path / "by_file").mkdir()
     (tmp_path / "by_options").mkdir()
 
-    refused = main(["train", "--deepspeed", str(path), "--layout", "dp=2"])
-    said = capsys.readouterr().err
-    by_file = _train(tmp_path / "by_file", "--deepspeed", str(path), "--drop-offload")
+    by_file = _train(tmp_path / "by_file", "--deepspeed", str(path))
     told = capsys.readouterr().err
     options = "--micro-batch 2 --microbatches 4 --clip 1.0 --dtype bfloat16 --zero 3 --overlap"
     by_options = _train(tmp_path / "by_options", *options.split(), "--reduce", "microbatch")
 
-    assert refused == 2
-    assert "offload_optimizer to 'cpu' is not available yet" in said
-    assert "--drop-offload" in said
-    assert told.count("offload_param to 'cpu' is dropped") == 1
+    assert told.count("offload_optimizer.pin_memory is ignored") == 1
     assert told.count("reduce_bucket_size has no effect at stage 3") == 1
     assert by_file == by_options
     assert by_file[0]["tokens"] == 2 * 4 * 2 * 16
     saved = RunConfig.load(tmp_path / "by_file" / "run" / "config.json")
     assert saved.dtype == "bfloat16"
+    assert saved.parallel.offload == "parameters"
     assert saved.sizes.global_batch == 16

@@ -87,17 +87,19 @@ def test_a_block_read_from_json_with_everything_at_its_default_is_accepted() -> 
     assert (found.policy.stage, found.policy.bucket_bytes) == (2, 2 * 10**9)
     assert found.mesh_changes == {}
     noted = [note.split("=")[0] for note in found.notes]
-    assert noted == [
-        "allgather_bucket_size",
-        "allgather_partitions",
-        "contiguous_gradients",
-        "reduce_scatter",
-        "round_robin_gradients",
-        "sub_group_size",
-        "stage3_max_live_parameters",
-        "stage3_param_persistence_threshold",
-        "reduce_each_backward",
-    ]
+    assert sorted(noted) == sorted(
+        [
+            "allgather_bucket_size",
+            "allgather_partitions",
+            "contiguous_gradients",
+            "reduce_scatter",
+            "round_robin_gradients",
+            "sub_group_size",
+            "stage3_max_live_parameters",
+            "stage3_param_persistence_threshold",
+            "reduce_each_backward",
+        ]
+    )
 
 
 @pytest.mark.parametrize("key", list(DEEPSPEED_WORDS))
@@ -109,7 +111,9 @@ def test_every_key_of_deepspeed_changes_the_policy_or_the_mesh_or_is_noted_or_re
         "leaf_module": {"names": ["x"]},
         "ignore_unused_parameters": False,
         "offload_optimizer": {"device": "cpu"},
-        "offload_param": {"device": "nvme"},
+        "offload_param": {"device": "nvme", "nvme_path": "/x"},
+        "cpu_offload": True,
+        "cpu_offload_param": True,
     }
 
     def outcome(value: Any) -> object:
@@ -183,10 +187,6 @@ def test_a_block_that_is_no_block_is_refused() -> None:
 @pytest.mark.parametrize(
     "block",
     [
-        {"offload_optimizer": {"device": "cpu"}},
-        {"offload_param": {"device": "nvme", "nvme_path": "/x"}},
-        {"cpu_offload": True},
-        {"cpu_offload_param": True},
         {"zero_quantized_weights": True},
         {"zero_quantized_nontrainable_weights": True},
         {"zero_quantized_gradients": True},
@@ -202,4 +202,71 @@ def test_what_deepspeed_has_and_we_have_not_is_refused_by_name(block: dict[str, 
     (key,) = block
 
     with pytest.raises(NotAvailableError, match=key):
+        policy_from_deepspeed(block)
+
+
+@pytest.mark.parametrize(
+    ("block", "asked"),
+    [
+        ({"stage": 1}, ("device", False, None)),
+        ({"stage": 1, "offload_optimizer": {"device": "none"}}, ("device", False, None)),
+        ({"stage": 1, "offload_optimizer": {"device": "cpu"}}, ("host", False, None)),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, ("device", False, None)),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, ("host", True, None)),
+        ({"stage": 3, "cpu_offload": True, "cpu_offload_param": True}, ("host", True, None)),
+        (
+            {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}},
+            ("file", False, "/x"),
+        ),
+        (
+            {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/x"}},
+            ("file", True, "/x"),
+        ),
+    ],
+    ids=str,
+)
+def test_offload_blocks_of_deepspeed_say_where_states_and_weights_are(
+    block: dict[str, Any], asked: tuple[str, bool, str | None]
+) -> None:
+    found = policy_from_deepspeed(block).offload
+
+    assert (found.states, found.weights, found.folder) == asked
+
+
+def test_settings_of_offload_without_effect_are_noted_with_the_reason() -> None:
+    block = {"device": "cpu", "pin_memory": True, "buffer_count": 4, "fast_init": False}
+
+    notes = policy_from_deepspeed({"stage": 1, "offload_optimizer": block}).notes
+
+    assert [note.split(" is ")[0] for note in notes] == [
+        "offload_optimizer.pin_memory",
+        "offload_optimizer.buffer_count",
+        "offload_optimizer.fast_init",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"offload_optimizer": {"device": "disk"}}, "must be none, cpu or nvme, got 'disk'"),
+        ({"offload_optimizer": {"device": "nvme"}}, "needs nvme_path, a folder, got None"),
+        ({"offload_optimizer": {"device": "cpu", "pin_memry": 1}}, "did you mean 'pin_memory'"),
+        ({"offload_optimizer": "cpu"}, "must be a block"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "all states are offloaded"),
+        ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "once the norm is known"),
+        ({"cpu_offload": 1.5}, "must be true or false"),
+        ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, "an old name"),
+        (
+            {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/x"},
+                "offload_param": {"device": "nvme", "nvme_path": "/y"},
+            },
+            "two folders",
+        ),
+    ],
+    ids=str,
+)
+def test_offload_blocks_that_make_no_sense_are_refused(block: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
         policy_from_deepspeed(block)

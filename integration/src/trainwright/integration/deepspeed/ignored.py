@@ -4,13 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trainwright.sharding.data import DEEPSPEED_REASONS
+
 _LOG = "metrics.jsonl and the report hold every step"
 _OWN = "a detail of DeepSpeed's implementation"
 _CHECKPOINT = "checkpoints are committed whole and load in any layout"
-_EVEN = "every rank keeps an equal range of each bucket"
 _UNITS = "layers are gathered and given back one by one"
 
+_SHARED = (
+    "use_multi_rank_bucket_allreduce",
+    "round_robin_gradients",
+    "load_from_fp32_weights",
+    "elastic_checkpoint",
+    "pipeline_loading_checkpoint",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+    "sub_group_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "memory_efficient_linear",
+    "log_trace_cache_warnings",
+    "enable_sanity_checks",
+    "cpu_offload_use_pin_memory",
+)
+"""Keys of ``zero_optimization`` that the sharding package gives the reasons for."""
+
 IGNORED: Mapping[str, str] = {
+    **{f"zero_optimization.{key}": DEEPSPEED_REASONS[key] for key in _SHARED},
     "steps_per_print": _LOG,
     "wall_clock_breakdown": _LOG,
     "memory_breakdown": _LOG,
@@ -27,7 +49,7 @@ IGNORED: Mapping[str, str] = {
     "use_data_before_expert_parallelism": "--layout says the order of ranks",
     "vocabulary_size": "the tokenizer says it",
     "seq_parallel_communication_data_type": "gradients travel in one dtype over all ranks",
-    "aio": "nothing is offloaded to files through it",
+    "aio": "one thread reads the file of offloaded states and one writes it",
     "checkpoint.tag_validation": _CHECKPOINT,
     "checkpoint.load_universal": _CHECKPOINT,
     "checkpoint.parallel_write": _CHECKPOINT,
@@ -43,27 +65,11 @@ IGNORED: Mapping[str, str] = {
     "pipeline.seed_layers": "random numbers go by names and places",
     "pipeline.pipe_partitioned": _OWN,
     "pipeline.grad_partitioned": _OWN,
-    "zero_optimization.use_multi_rank_bucket_allreduce": _EVEN,
-    "zero_optimization.round_robin_gradients": _EVEN,
-    "zero_optimization.load_from_fp32_weights": _CHECKPOINT,
-    "zero_optimization.elastic_checkpoint": _CHECKPOINT,
-    "zero_optimization.pipeline_loading_checkpoint": _CHECKPOINT,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _CHECKPOINT,
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _CHECKPOINT,
     "zero_optimization.parameter_alignment": _OWN,
-    "zero_optimization.sub_group_size": "the optimizer updates all pieces in one call",
     "zero_optimization.stage3_max_reuse_distance": _UNITS,
-    "zero_optimization.stage3_param_persistence_threshold": "small weights travel with their layer",
-    "zero_optimization.stage3_model_persistence_threshold": "small weights travel with their layer",
     "zero_optimization.stage3_module_granularity_threshold": _UNITS,
-    "zero_optimization.stage3_use_all_reduce_for_fetch_params": _OWN,
-    "zero_optimization.stage3_allgather_sequential": _OWN,
     "zero_optimization.leaf_module": _UNITS,
-    "zero_optimization.memory_efficient_linear": _OWN,
     "zero_optimization.override_module_apply": _OWN,
-    "zero_optimization.log_trace_cache_warnings": _OWN,
-    "zero_optimization.enable_sanity_checks": "ranks always agree on what they gather next",
     "zero_optimization.save_muon_momentum_buffer_in_memory": _OWN,
-    "zero_optimization.cpu_offload_use_pin_memory": _OWN,
 }
 """Key, with those of the blocks around it, to the reason. All others are used or refused."""

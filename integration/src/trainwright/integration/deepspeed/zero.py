@@ -19,9 +19,15 @@ from trainwright.integration.deepspeed.draft import (
     whole,
 )
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.settings.parallel import NVME
+from trainwright.sharding import ShardingError
+from trainwright.sharding.data import (
+    DEEPSPEED_REASONS,
+    OFFLOAD_BLOCKS,
+    offload_from_deepspeed,
+)
 
 _GRADIENT_BYTES = 4  # gradients are float32, whatever the weights are
-_QUANTISED = "weights and gradients travel as they are"
 
 
 def zero_optimization(draft: Draft, key: str, block: Any) -> None:
@@ -33,6 +39,7 @@ def zero_optimization(draft: Draft, key: str, block: Any) -> None:
     if stage >= 2:
         draft.imply("reduce", "microbatch")
     translate(draft, _WORDS, given, key)
+    _offload(draft, key, given, stage)
     if stage < 3:
         _buckets(draft, key, given)
     else:
@@ -107,16 +114,31 @@ def _overlap(draft: Draft, key: str, value: Any) -> None:
         draft.say("overlap", truth(key, value), key)
 
 
-def _offload(draft: Draft, key: str, value: Any) -> None:
-    device = value.get("device", "none") if isinstance(value, Mapping) else value
-    if device in ("none", None, False):
+def _offload(draft: Draft, key: str, given: Mapping[str, Any], stage: int) -> None:
+    """Set what does not stay on the device; a configuration may leave that to an option."""
+    present = [name for name in OFFLOAD_BLOCKS if given.get(name) not in (None, AUTO)]
+    if not present:
         return
-    if not draft.drop_offload:
-        raise ConfigError(
-            f"{key} to {shown(device)} is not available yet: weights and states stay on the "
-            "device; --drop-offload trains without"
-        )
-    draft.notes.append(f"{key} to {shown(device)} is dropped: all stays on the device")
+    named = " and ".join(f"{key}.{name}" for name in present)
+    try:
+        asked = offload_from_deepspeed({name: given[name] for name in present}, stage)
+    except ShardingError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    where = {
+        "device": "none",
+        "host": "parameters" if asked.weights else "optimizer",
+        "file": f"{NVME}{asked.folder}",
+    }[asked.states]
+    if draft.drop_offload:
+        if where != "none":
+            draft.notes.append(f"{named} to {where} is dropped: all stays on the device")
+        return
+    draft.notes.extend(f"{key}.{note}" for note in asked.notes)
+    draft.say("offload", where, named)
+
+
+def _read_together(draft: Draft, key: str, value: Any) -> None:
+    """Nothing: `_offload` reads these keys together."""
 
 
 def _read_elsewhere(draft: Draft, key: str, value: Any) -> None:
@@ -133,6 +155,13 @@ _STAGE_3 = (
     "stage3_gather_16bit_weights_on_model_save",
     "stage3_module_granularity_threshold",
 )
+_ALWAYS = ("contiguous_gradients", "reduce_scatter", "allgather_partitions")
+_NEVER = (
+    "legacy_stage1",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+)
 _WORDS: Mapping[str, Word] = {
     "stage": _read_elsewhere,
     "reduce_bucket_size": _read_elsewhere,
@@ -140,22 +169,13 @@ _WORDS: Mapping[str, Word] = {
     "stage3_prefetch_bucket_size": _read_elsewhere,
     "stage3_max_live_parameters": _read_elsewhere,
     "overlap_comm": _overlap,
-    "contiguous_gradients": only(True, "gradients always lie in flat buffers"),
-    "reduce_scatter": only(True, "gradients are reduce-scattered from stage 1 on"),
-    "allgather_partitions": only(True, "weights are collected by all-gather"),
+    **{key: only(True, DEEPSPEED_REASONS[key]) for key in _ALWAYS},
+    **{key: only(False, DEEPSPEED_REASONS[key]) for key in _NEVER},
+    **{key: refused(DEEPSPEED_REASONS[key]) for key in ("zeropp_loco_param", "zenflow")},
     "ignore_unused_parameters": only(True, "a weight without a gradient has one of zeros"),
     "compute_grad_norm": only(True, "every step has a norm"),
-    "legacy_stage1": only(False, "it is gone from DeepSpeed as well"),
-    "offload_optimizer": _offload,
-    "offload_param": _offload,
-    "cpu_offload": _offload,
-    "cpu_offload_param": _offload,
+    **dict.fromkeys(OFFLOAD_BLOCKS, _read_together),
     "zero_hpz_partition_size": only(1, "there is no second cut of weights inside nodes"),
-    "zero_quantized_weights": only(False, _QUANTISED),
-    "zero_quantized_nontrainable_weights": only(False, _QUANTISED),
-    "zero_quantized_gradients": only(False, _QUANTISED),
     "mics_shard_size": refused("say --layout dp=N,dp_shard=M"),
     "mics_hierarchical_params_gather": refused("say --layout dp=N,dp_shard=M"),
-    "zeropp_loco_param": refused(_QUANTISED),
-    "zenflow": refused("every update uses every gradient"),
 }

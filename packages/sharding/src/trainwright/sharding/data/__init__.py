@@ -1,5 +1,6 @@
 """Data parallelism: gradients summed over ranks, model states whole or cut."""
 
+from trainwright.sharding.data.deepspeed_reasons import DEEPSPEED_REASONS
 from trainwright.sharding.data.dtensor import dtensor_state_dict
 from trainwright.sharding.data.errors import LifecycleError
 from trainwright.sharding.data.layout import (
@@ -32,11 +33,19 @@ from trainwright.sharding.data.units import UnitRule, by_class, by_name, by_size
 from trainwright.sharding.data.vocabularies import Translation
 from trainwright.sharding.data.vocabulary_deepspeed import policy_from_deepspeed
 from trainwright.sharding.data.vocabulary_fsdp import policy_from_fsdp
+from trainwright.sharding.data.vocabulary_offload import (
+    OFFLOAD_BLOCKS,
+    AskedOffload,
+    offload_from_deepspeed,
+)
 from trainwright.sharding.data.whole_matrices import WholeMatrices
 
 __all__ = [
+    "DEEPSPEED_REASONS",
     "ELEMENT_WISE",
     "NOT_ELEMENT_WISE",
+    "OFFLOAD_BLOCKS",
+    "AskedOffload",
     "BucketLayout",
     "DataParallel",
     "GatherOrderWarning",
@@ -61,6 +70,7 @@ __all__ = [
     "dtensor_state_dict",
     "full_state_dict",
     "load_full",
+    "offload_from_deepspeed",
     "offloaded_step",
     "parameter_groups",
     "piece_spec_on",

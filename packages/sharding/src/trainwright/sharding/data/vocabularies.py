@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from trainwright.sharding.data.policy import ShardPolicy
+from trainwright.sharding.data.vocabulary_offload import AskedOffload
 from trainwright.sharding.errors import NotAvailableError, ShardingError
 
 
@@ -25,11 +26,13 @@ class Translation:
         mesh_changes: Sizes to give the `MeshShape`, such as ``{"dp_shard": 8}``: use
             ``attrs.evolve(shape, **mesh_changes)``.
         notes: What was given and has no counterpart, why, and where meanings differ.
+        offload: What does not stay on the device: ``offload.make()`` is for `data_parallel`.
     """
 
     policy: ShardPolicy
     mesh_changes: Mapping[str, int]
     notes: tuple[str, ...]
+    offload: AskedOffload = attrs.field(factory=AskedOffload)
 
 
 @attrs.define
@@ -39,10 +42,12 @@ class Draft:
     fields: dict[str, Any] = attrs.field(factory=dict)
     mesh_changes: dict[str, int] = attrs.field(factory=dict)
     notes: list[str] = attrs.field(factory=list)
+    offload: AskedOffload = attrs.field(factory=AskedOffload)
 
     def finish(self) -> Translation:
         """Return the translation, which checks the policy."""
-        return Translation(ShardPolicy(**self.fields), dict(self.mesh_changes), tuple(self.notes))
+        policy = ShardPolicy(**self.fields)
+        return Translation(policy, dict(self.mesh_changes), tuple(self.notes), self.offload)
 
 
 Word: TypeAlias = Callable[[Draft, str, Any], None]

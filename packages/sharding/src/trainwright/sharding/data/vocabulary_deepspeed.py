@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from trainwright.sharding.data.deepspeed_reasons import DEEPSPEED_REASONS
 from trainwright.sharding.data.units import UnitRule
 from trainwright.sharding.data.vocabularies import (
     Draft,
@@ -18,7 +19,8 @@ from trainwright.sharding.data.vocabularies import (
     to_bool,
     translate,
 )
-from trainwright.sharding.errors import NotAvailableError, ShardingError
+from trainwright.sharding.data.vocabulary_offload import OFFLOAD_BLOCKS, offload_from_deepspeed
+from trainwright.sharding.errors import ShardingError
 
 _GRADIENT_BYTES = 4  # gradients are float32, whatever the weights are
 
@@ -56,6 +58,8 @@ def policy_from_deepspeed(
     draft = Draft({} if units is None else {"units": units})
     translate(draft, _WORDS, given, "zero_optimization")
     stage = draft.fields.get("stage", 0)
+    draft.offload = offload_from_deepspeed(given, stage)
+    draft.notes += draft.offload.notes
     if stage >= 2:
         draft.fields.setdefault("reduce_each_backward", True)
         draft.notes.append(
@@ -124,10 +128,8 @@ def _leaf_rule(
     return rule
 
 
-def _offload(draft: Draft, key: str, value: Any) -> None:
-    device = value.get("device", "none") if isinstance(value, Mapping) else value
-    if device not in ("none", None, False):
-        raise NotAvailableError(f"{key} to {device!r}: weights and states stay on the device")
+def _read_elsewhere(draft: Draft, key: str, value: Any) -> None:
+    """Nothing: `offload_from_deepspeed` reads it together with others."""
 
 
 def _mics(draft: Draft, key: str, value: Any) -> None:
@@ -146,11 +148,16 @@ def _to_int(key: str, value: Any) -> int:
     return int(value) if isinstance(value, int) else int(number)
 
 
-_PERSISTENT = "small parameters travel with their unit, so that keeping them whole saves nothing"
 _OWN_WAY = "a detail of DeepSpeed's implementation"
-_CHECKPOINT = "a matter of the checkpoint; pieces carry the specs to save and load any layout"
-_EVEN = "every rank keeps an equal range of each bucket"
-_QUANTISED = "weights and gradients travel in the weight and reduce dtypes"
+_REFUSED = (
+    "legacy_stage1",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
+    "zenflow",
+)
+_NOTED = tuple(key for key in DEEPSPEED_REASONS if key not in _REFUSED)
 
 _WORDS: dict[str, Word] = {
     "stage": _stage,
@@ -159,50 +166,24 @@ _WORDS: dict[str, Word] = {
     "stage3_prefetch_bucket_size": _prefetch,
     "leaf_module": _leaf_modules,
     "mics_shard_size": _mics,
+    **{key: notes(DEEPSPEED_REASONS[key]) for key in _NOTED},
+    **{key: refuses(DEEPSPEED_REASONS[key]) for key in _REFUSED},
     "allgather_bucket_size": notes("weights are collected in the buckets of the gradients"),
-    "allgather_partitions": notes("weights are collected by all-gather"),
     "overlap_comm": notes("reductions overlap with the backward that last_backward() announces"),
-    "contiguous_gradients": notes("gradients always lie in flat buffers"),
-    "reduce_scatter": notes("gradients are reduce-scattered from stage 1 on"),
-    "use_multi_rank_bucket_allreduce": notes(_EVEN),
-    "round_robin_gradients": notes(_EVEN),
     "compute_grad_norm": notes("one_norm computes it where it is called"),
-    "load_from_fp32_weights": notes(_CHECKPOINT),
-    "elastic_checkpoint": notes(_CHECKPOINT),
-    "pipeline_loading_checkpoint": notes(_CHECKPOINT),
-    "stage3_gather_16bit_weights_on_model_save": notes(_CHECKPOINT),
-    "stage3_gather_fp16_weights_on_model_save": notes(_CHECKPOINT),
     "parameter_alignment": notes("ShardPolicy.alignment says it in elements"),
-    "sub_group_size": notes("the optimizer updates all pieces in one call"),
     "stage3_max_live_parameters": notes("live_units bounds what is live, in units"),
     "stage3_max_reuse_distance": notes("release_after_forward says whether a unit is kept"),
-    "stage3_param_persistence_threshold": notes(_PERSISTENT),
-    "stage3_model_persistence_threshold": notes(_PERSISTENT),
     "stage3_module_granularity_threshold": notes("units=by_size(...) says it"),
-    "stage3_use_all_reduce_for_fetch_params": notes("weights are collected by all-gather"),
-    "stage3_allgather_sequential": notes("a unit's buckets are gathered together"),
-    "memory_efficient_linear": notes(_OWN_WAY),
     "override_module_apply": notes("data_parallel(initialize=...) initialises unit by unit"),
-    "log_trace_cache_warnings": notes(_OWN_WAY),
-    "enable_sanity_checks": notes("ranks always agree on what they gather next, or are told"),
     "save_muon_momentum_buffer_in_memory": notes("WholeMatrices keeps states where it updates"),
-    "cpu_offload_use_pin_memory": notes(_OWN_WAY),
-    "offload_optimizer": _offload,
-    "offload_param": _offload,
-    "cpu_offload": refuses("weights and states stay on the device"),
-    "cpu_offload_param": refuses("weights and states stay on the device"),
-    "legacy_stage1": refuses("removed from DeepSpeed too"),
+    **dict.fromkeys(OFFLOAD_BLOCKS, _read_elsewhere),
     "mics_hierarchical_params_gather": refuses("a unit is gathered by one all-gather"),
     "zero_hpz_partition_size": refuses(
         "a second cut of weights inside nodes; a hybrid mesh (MeshShape(dp_shard=...)) gathers "
         "inside nodes too",
         unless=(1,),
     ),
-    "zero_quantized_weights": refuses(_QUANTISED),
-    "zero_quantized_nontrainable_weights": refuses(_QUANTISED),
-    "zero_quantized_gradients": refuses(_QUANTISED),
-    "zeropp_loco_param": refuses(_QUANTISED),
-    "zenflow": refuses("every update uses every gradient"),
 }
 
 _ALIASES = {name.removeprefix("stage3_"): name for name in _WORDS if name.startswith("stage3_")}
