@@ -10,6 +10,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import serial_runs
+from tests.faulting_session import (  # noqa: F401
+    add_fault_options,
+    book,
+    fault_seed,
+    print_faults,
+    pytest_generate_tests,
+    server,
+    soak_minutes,
+    undisturbed,
+)
 from tests.fuzz_table import table
 from tests.fuzzing import PARTS, Reader, Summary, fuzz
 
@@ -28,7 +38,8 @@ def serial_runs_are_shared(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what `nox -s fuzz -- …` may say."""
+    """Add what `nox -s fuzz -- …` and `nox -s faults -- …` may say."""
+    add_fault_options(parser)
     group = parser.getgroup("fuzz", "damaged inputs for readers")
     group.addoption("--fuzz-count", type=int, default=100_000, help="inputs for each reader")
     group.addoption("--fuzz-seed", type=int, default=0, help="which inputs")
@@ -52,7 +63,8 @@ def fuzz_part(
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what readers did with damaged inputs."""
+    """Print what faults did to runs, and what readers did with damaged inputs."""
+    print_faults(terminalreporter)
     properties = [
         value
         for reports in terminalreporter.stats.values()

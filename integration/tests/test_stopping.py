@@ -144,6 +144,12 @@ def test_ranks_that_are_left_go_on_until_restarts_or_layouts_are_used_up(tmp_pat
     assert {row["reason"] for row in rows} == {"rank 3 failed"}
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 86401.0])
+def test_ranks_wait_for_each_other_between_a_second_and_a_day(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=r"--comm-timeout must be from 1 second to a day"):
+        StartOptions(comm_timeout=seconds)
+
+
 def test_batches_that_grow_by_what_ranks_share_out_must_say_by_how_much() -> None:
     ramp = {"global_batch": 24, "microbatches": 2, "ramp_from": 12, "ramp_over": 240}
     config = RunConfig.of(layout="dp=2", **ramp)

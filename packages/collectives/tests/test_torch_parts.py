@@ -4,15 +4,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from trainwright.collectives import (
+    CollectiveTimeoutError,
     PeerFailedError,
     TorchCommunicator,
     UsageError,
+    failures,
 )
 from trainwright.collectives.background import Background
 from trainwright.collectives.call_log import CallLog
@@ -71,6 +74,33 @@ def test_a_lost_connection_is_blamed_on_its_other_end() -> None:
 
     assert isinstance(told, PeerFailedError)
     assert (told.rank, told.cause) == (2, "the connection was lost during barrier(): reset")
+
+
+class Hanging:
+    """A store whose process is stopped."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        return lambda *given: self.is_over.wait(60)
+
+
+def test_a_store_that_hangs_does_not_keep_a_rank_from_telling_why_it_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failures, "_STORE_S", 0.05)
+    store, connections = Hanging(), Connections()
+    board = FailureBoard(store, 4)
+    board.watch(connections)
+
+    told = board.explain(TimeoutError(), "barrier()", "world", [0])
+
+    store.is_over.set()
+    assert "rank 4 gave up on barrier() in 'world'; missing: rank 0." in str(told)
+    assert not connections.is_open
+    with pytest.raises(CollectiveTimeoutError, match="missing: rank 0"):
+        board.check()
 
 
 def test_scratch_is_used_again_but_never_twice_at_once() -> None:

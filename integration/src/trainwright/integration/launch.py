@@ -25,9 +25,12 @@ from trainwright.collectives import Communicator, LocalWorld, TorchCommunicator
 from trainwright.collectives.shm import SharedMemoryCommunicator
 from trainwright.integration.endings import Ending, ending_of, passing_on
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.meeting import meet
 
 T = TypeVar("T")
 TIMEOUT_S = 300.0
+"""How long ranks wait for each other where nobody says."""
+
 _LOOK_S = 0.5
 _GRACE_S = 30.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -71,7 +74,10 @@ def _require_meeting_place(environment: Mapping[str, str], where: str) -> None:
 
 
 def run_as_worker(
-    place: ProcessPlace, work: Callable[[Communicator], T], transport: str = "auto"
+    place: ProcessPlace,
+    work: Callable[[Communicator], T],
+    transport: str = "auto",
+    timeout_s: float = TIMEOUT_S,
 ) -> T:
     """Join the process group, run ``work`` on it and leave.
 
@@ -82,6 +88,7 @@ def run_as_worker(
         work: is given the communicator.
         transport: ``auto`` is NCCL where there are GPUs, else Gloo; ``gloo`` and ``shm`` (memory
             that the processes of one host share) keep tensors on the CPU.
+        timeout_s: how long ranks wait for each other, to meet and in every operation.
     """
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
     use_cuda = has_gpus and transport == "auto"
@@ -92,9 +99,10 @@ def run_as_worker(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
     dist.init_process_group(
         "nccl" if use_cuda else "gloo",
+        store=meet(place.rank, place.world_size, timeout_s),
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
         device_id=device if use_cuda else None,
     )
     world: TorchCommunicator | SharedMemoryCommunicator
@@ -112,9 +120,11 @@ def run_as_worker(
     return result
 
 
-def run_as_threads(size: int, work: Callable[[Communicator], T]) -> list[T]:
+def run_as_threads(
+    size: int, work: Callable[[Communicator], T], timeout_s: float = TIMEOUT_S
+) -> list[T]:
     """Run ``work`` on ``size`` ranks that are threads of this process."""
-    return LocalWorld(size, timeout_s=TIMEOUT_S).run(work)
+    return LocalWorld(size, timeout_s=timeout_s).run(work)
 
 
 def check_startable(size: int) -> None:

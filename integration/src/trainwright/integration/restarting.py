@@ -16,10 +16,13 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.elastic import Workload, fit
 from trainwright.integration.endings import Ending
 from trainwright.integration.errors import ConfigError, TrainwrightError
+from trainwright.integration.launch import TIMEOUT_S
 from trainwright.integration.ramping import batch_ramp
 
 RESTARTS = "restarts.jsonl"
 """File in the run folder with one JSON object a restart."""
+
+_LONGEST_S = 86400.0
 
 Start = Callable[[RunConfig, bool], Ending]
 """Runs all ranks of these settings to their end; whether they go on with the run in its folder."""
@@ -28,6 +31,14 @@ Start = Callable[[RunConfig, bool], Ending]
 def _count(_: Any, field: attrs.Attribute[int], value: int) -> None:
     if value < 0:
         raise ConfigError(f"--{field.name.replace('_', '-')} must not be negative, got {value}")
+
+
+def _seconds(_: Any, field: attrs.Attribute[float], value: float) -> None:
+    if not 1 <= value <= _LONGEST_S:
+        raise ConfigError(
+            f"--{field.name.replace('_', '-')} must be from 1 second to a day ({_LONGEST_S:.0f}), "
+            f"got {value:g}"
+        )
 
 
 @attrs.frozen
@@ -40,12 +51,15 @@ class StartOptions:
         max_restarts: how often the ranks that are left go on after one was lost.
         min_ranks: fewer do not go on.
         save_on_signal: whether a signal lets the run save after its step, and end.
+        comm_timeout: seconds that ranks wait for each other, to meet and in every operation: a rank
+            that hangs, or a link that is cut, is found after so long.
     """
 
     elastic: bool = False
     max_restarts: int = attrs.field(default=0, validator=_count)
     min_ranks: int = attrs.field(default=1, validator=_count)
     save_on_signal: bool = False
+    comm_timeout: float = attrs.field(default=TIMEOUT_S, validator=_seconds)
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> StartOptions:
@@ -97,6 +111,13 @@ def add_start_options(add: Callable[..., Any]) -> None:
         "--save-on-signal",
         action="store_true",
         help="on SIGTERM or SIGUSR1 save after the step and end with exit code 75",
+    )
+    add(
+        "--comm-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="give up on a rank that has not come to an operation for so long (default "
+        f"{TIMEOUT_S:.0f})",
     )
 
 

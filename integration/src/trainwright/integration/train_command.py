@@ -126,6 +126,7 @@ def _run_threads(config: RunConfig, out: str, resume: bool, options: argparse.Na
         results = launch.run_as_threads(
             config.parallel.mesh.world_size,
             lambda world: worker.run(world, config, out, resume, stop),
+            StartOptions.of(options).comm_timeout,
         )
     return tell(results[0], getattr(options, "json", False))
 
@@ -136,7 +137,7 @@ def _start(config: RunConfig, out: str, resume: bool, options: argparse.Namespac
 
     launch.check_startable(config.parallel.mesh.world_size)
     starting = StartOptions.of(options)
-    more = ["--comm", transport_of(options)]
+    more = ["--comm", transport_of(options), "--comm-timeout", str(starting.comm_timeout)]
     more += ["--save-on-signal"] if starting.save_on_signal else []
     as_json = getattr(options, "json", False)
     passed_on = SIGNALS if starting.save_on_signal else ()
@@ -172,7 +173,8 @@ def _work_in_place(
             out, resume = begin(world, held)
             return worker.run(world, config, out, resume, stop)
 
-        result = launch.run_as_worker(place, work, transport_of(options))
+        timeout_s = StartOptions.of(options).comm_timeout
+        result = launch.run_as_worker(place, work, transport_of(options), timeout_s)
     return tell(result, getattr(options, "json", False), first=place.rank == 0)
 
 

@@ -18,6 +18,37 @@ class Bystander(threading.Thread):
         super().__init__(target=target, args=args, name=name, daemon=True)
 
 
+def within(seconds: float, act: Callable[[], _T], what: str) -> _T:
+    """Return what a call returns that may never end, as those to a store whose process hangs.
+
+    Args:
+        seconds: how long it is waited for; its thread is left behind after that.
+        act: the call.
+        what: names it in the error.
+
+    Raises:
+        TimeoutError: It has not ended.
+        Exception: What the call raises.
+    """
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(act())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Bystander(target=run, args=(), name=what)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"{what} has not ended within {seconds:g} s")
+    return results[0]
+
+
 class Background:
     """Runs steps one after the other in a thread of its own, made when the first one comes."""
 

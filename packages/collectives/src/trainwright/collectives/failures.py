@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import attrs
 
-from trainwright.collectives.background import all_of
+from trainwright.collectives.background import all_of, within
 from trainwright.collectives.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -24,6 +25,9 @@ _KEY = "failure"
 
 # A rank that gives up may close its connections a moment before it has said why.
 _NOTE_S = 1.0
+# How long the store gets to answer. Where its process is stopped, or the way to it cut, no answer
+# comes, and whoever has to tell of that must not wait for one.
+_STORE_S = 3.0
 
 
 @attrs.frozen
@@ -62,6 +66,7 @@ class FailureBoard:
         self.rank = rank
         self.failure: Failure | None = None
         self._store = store
+        self._is_cut_off = False
         self._open: weakref.WeakSet[Closable] = weakref.WeakSet()
 
     def watch(self, connections: Closable) -> None:
@@ -83,16 +88,8 @@ class FailureBoard:
 
     def read(self, patience_s: float = 0.0) -> Failure | None:
         """Return what another rank has written, waiting a while for it, or None."""
-        deadline = time.monotonic() + patience_s
-        # The store may be gone together with the process that served it.
-        with contextlib.suppress(RuntimeError, ValueError):
-            while True:
-                if self._store.check([_KEY]):
-                    return Failure(**json.loads(self._store.get(_KEY)))
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(0.02)
-        return None
+        note = self._ask(functools.partial(self._await_note, patience_s), patience_s)
+        return None if note is None else Failure(**json.loads(note))
 
     def explain(
         self,
@@ -134,7 +131,24 @@ class FailureBoard:
 
     def _write(self, failure: Failure) -> Failure:
         note = json.dumps(attrs.asdict(failure))
+        written = self._ask(lambda: self._store.compare_set(_KEY, "", note))
+        return failure if written is None else Failure(**json.loads(written))
+
+    def _await_note(self, patience_s: float) -> bytes | None:
+        deadline = time.monotonic() + patience_s
+        while not self._store.check([_KEY]):
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.02)
+        return self._store.get(_KEY)
+
+    def _ask(self, question: Callable[[], bytes | None], patience_s: float = 0.0) -> bytes | None:
+        """Return the store's answer, None where it is gone together with its process, or hangs."""
+        if self._is_cut_off:
+            return None
         with contextlib.suppress(RuntimeError, ValueError):
-            written = self._store.compare_set(_KEY, "", note)
-            return Failure(**json.loads(written))
-        return failure
+            try:
+                return within(patience_s + _STORE_S, question, f"rank {self.rank}, asking")
+            except TimeoutError:
+                self._is_cut_off = True
+        return None

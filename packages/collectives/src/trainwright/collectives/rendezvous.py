@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+
+from trainwright.collectives.background import within
+
+GRACE_S = 5.0
+"""What ranks that connect get beside their timeout: a store that hangs says nothing of it."""
 
 
 class Store(Protocol):
@@ -62,9 +68,14 @@ def connect(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> 
         timeout_s: how long to wait for peers, now and in every operation.
 
     Raises:
-        TimeoutError: not all ranks came; the message names the others.
+        TimeoutError: not all ranks came; the message names the others. Or the store hangs.
         RuntimeError: they came, but a connection failed.
     """
+    what = f"rank {ranks[rank]}, connecting"
+    return within(timeout_s + GRACE_S, partial(_connect, store, rank, ranks, timeout_s), what)
+
+
+def _connect(store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> Link:
     store.set(f"here/{rank}", "1")
     gloo: Any = dist.ProcessGroupGloo
     try:

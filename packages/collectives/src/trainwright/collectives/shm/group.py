@@ -8,9 +8,11 @@ from functools import partial
 
 import torch
 
+from trainwright.collectives.background import within
 from trainwright.collectives.calls import Call, Kind, members_by_color
+from trainwright.collectives.errors import CollectiveTimeoutError
 from trainwright.collectives.protocol import Recv, Send, Work
-from trainwright.collectives.rendezvous import Store
+from trainwright.collectives.rendezvous import GRACE_S, Store
 from trainwright.collectives.shm.domain import Domain
 from trainwright.collectives.shm.mail import Mail, mail_bytes
 from trainwright.collectives.shm.meeting import meet
@@ -168,7 +170,14 @@ def connect(
         CollectiveTimeoutError: not all came; the message names the others.
     """
     size = len(names)
-    segments, peers = meet(store, rank, size, timeout_s)
+    what = f"{name!r}: shared memory: rank {names[rank]}, meeting the others,"
+    try:
+        met = within(timeout_s + GRACE_S, partial(meet, store, rank, size, timeout_s), what)
+    except CollectiveTimeoutError:
+        raise
+    except TimeoutError as error:
+        raise CollectiveTimeoutError(f"{error}: the store does not answer") from error
+    segments, peers = met
     domain = Domain(segments, peers, rank, names, timeout_s)
     # Everybody's first block lies at the same place.
     place = reserve(domain, size)

@@ -70,7 +70,10 @@ class News:
 
     def dead(self) -> set[int]:
         """Return the ranks whose processes have ended."""
-        return {self._ranks[process] for process, _ in self._poll.poll(0)}
+        # Threads of this rank wait for operations of their own, and poll refuses two at once.
+        with self._mutex:
+            ended = self._poll.poll(0)
+        return {self._ranks[process] for process, _ in ended}
 
     def _order(self) -> None:
         with self._mutex:
