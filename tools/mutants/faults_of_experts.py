@@ -6,7 +6,7 @@ from tools.mutants.faults import Fault
 from tools.mutants.faults_of_context_and_experts import EXPERT
 
 TESTS = "packages/sharding/tests"
-LAYER = (f"{TESTS}/test_expert_layer.py", "-k", "on_many_meshes")
+LAYER = (f"{TESTS}/test_expert_layer.py", "-k", "on_any_mesh")
 CASES = (f"{TESTS}/test_expert_cases.py", "-k")
 
 FAULTS_OF_EXPERTS = (
@@ -79,6 +79,6 @@ FAULTS_OF_EXPERTS = (
         f"{EXPERT}/tokens.py",
         "            first = tp.rank * -(-whole // tp.size)",
         "            first = tp.rank * (whole // tp.size)",
-        LAYER,
+        (f"{TESTS}/test_expert_places.py",),
     ),
 )
