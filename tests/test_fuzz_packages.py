@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests import fuzz_checkpoints
+from tests import fuzz_checkpoints, fuzz_exchange, fuzz_plans
 from tests.fuzzing import PARTS, SAMPLE, fuzz
 
-READERS = fuzz_checkpoints.READERS
+READERS = {**fuzz_checkpoints.READERS, **fuzz_exchange.READERS, **fuzz_plans.READERS}
 
 
 @pytest.mark.parametrize("name", READERS)

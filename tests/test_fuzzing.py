@@ -92,6 +92,11 @@ def silent(value):
         raise OwnError(" ")
 
 
+def leave(value):
+    if value["size"] == 7:
+        raise SystemExit(1)
+
+
 def count_up(value, seen=[]):  # noqa: B006
     seen.append(1)
     value["seen"] = len(seen)
@@ -106,6 +111,7 @@ def count_up(value, seen=[]):  # noqa: B006
         (recurse, "RecursionError"),
         (unprintable, "cannot be printed"),
         (silent, "a message of 1 letters"),
+        (leave, "SystemExit: 1"),
         (count_up, "read again"),
     ],
 )

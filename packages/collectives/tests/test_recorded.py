@@ -199,6 +199,36 @@ def test_traffic_prints_as_a_table() -> None:
 # Remembering
 
 
+SOUND = {"group": "dp", "number": 0, "kind": "barrier", "shape": None}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "7", "[7]", "[[]]", "[{}]", "[" * 100_000),
+        *(
+            json.dumps([{**SOUND, **change}])
+            for change in (
+                {"shape": 7},
+                {"shape": ["a"]},
+                {"more": 1},
+                {"op": 5},
+                {"error": 5},
+                {"finished_s": {}},
+                {"started_s": "now"},
+                {"group": None},
+                {"peer": True},
+            )
+        ),
+    ],
+    ids=lambda text: text[-40:],
+)
+def test_what_no_recorder_wrote_is_refused(text: str) -> None:
+    assert from_json(json.dumps([SOUND]))[0].describe(1.0).startswith("barrier #0")
+    with pytest.raises(UsageError, match="these are no records of a flight recorder"):
+        from_json(text)
+
+
 def test_the_recorder_tells_what_was_called_where_and_what_became_of_it() -> None:
     def record(comm: Communicator) -> list[str]:
         recorded = Recorded(comm, recorder=FlightRecorder(4))

@@ -341,6 +341,9 @@ def test_a_spec_is_a_value():
         spec.start = 1
 
 
+SOUND = ShardSpec.full("w", (3,)).to_json()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -361,6 +364,11 @@ def test_a_spec_is_a_value():
             lambda: ShardSpec.from_json({**ShardSpec.full("w", (3,)).to_json(), "boxes": [3]}),
             "pairs",
         ),
+        (lambda: ShardSpec.from_json(7), "has the fields .*, got int"),
+        (lambda: ShardSpec.from_json({**SOUND, "name": 7}), "must be a text, got 7"),
+        (lambda: ShardSpec.from_json({**SOUND, "start": 0.5}), "w has a field of another type"),
+        (lambda: ShardSpec.from_json({**SOUND, "replicated": 7}), "w has a field of another type"),
+        (lambda: ShardSpec.from_json({**SOUND, "replicated": [[]]}), "w has a field of another"),
         (
             lambda: ShardSpec.of_boxes("w", (4, 4), [Box((0, 0), (2, 2)), Box((1, 1), (3, 3))]),
             "share elements",

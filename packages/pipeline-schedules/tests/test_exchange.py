@@ -113,7 +113,11 @@ def test_a_file_that_is_no_text_is_refused_with_its_name(tmp_path: Path) -> None
         ("0F3000000000", 1, 1, "has a number above"),
         ("0F2000000000", 1, None, "names microbatch 2000000000, but holds 1 actions"),
         ("999999999F0", 1, None, "no rank runs stage 0"),
+        ("0F" + "9" * 5000, 1, 1, "is not an action"),
+        ("0F0," + "9" * 5000 + "F0", 1, 2, "is not an action"),
+        ("0F\u0663", 1, 1, "is not an action"),  # a digit, but not one of these tables
     ],
+    ids=lambda value: str(value)[:30],
 )
 def test_a_table_that_is_no_schedule_is_refused_with_its_row_and_column(
     text: str, row: int, column: int | None, reason: str

@@ -169,7 +169,15 @@ def test_a_damaged_line_and_a_number_out_of_order_are_refused(tmp_path):
         journal.append(intervention(3))
     with pytest.raises(JournalError, match="the next intervention has number 0, got 1"):
         MemoryJournal().append(intervention(1))
-    for bad in ("{}", "nonsense", "[1]", '{"number": 0, "verdict": "WHAT"}'):
+    sound = intervention(0).as_json()
+    for bad in (
+        *("{}", "nonsense", "[1]", "[" * 100_000, '{"number": 0, "verdict": "WHAT"}'),
+        json.dumps({**sound, "loss": 10**400}),
+        json.dumps({**sound, "step": "7"}),
+        json.dumps({**sound, "updates": -1}),
+        json.dumps({**sound, "back_to": []}),
+        json.dumps({**sound, "reason": None}),
+    ):
         path.write_text(bad + "\n")
         with pytest.raises(JournalError, match=r"line 1 of .*journal.jsonl cannot be read"):
             FileJournal(path)
@@ -247,6 +255,12 @@ def test_metrics_that_are_none_are_refused_with_their_line(tmp_path):
         ("{\n{}\n", "line 1 of .* is not JSON"),
         ('{"step": 1, "loss": 1}\n', "must have norm, got"),
         ("[]\n", "must be an object, got list"),
+        ('{"step": 1, "loss": "5", "norm": 1}\n', "line 1 of .*: loss must be a number or null"),
+        ('{"step": 1, "loss": 5, "norm": {}}', "the last line of .*: norm must be a number"),
+        ('{"step": 1, "loss": 5, "norm": 1%s}' % ("0" * 400), "norm is larger than any float"),
+        ('{"step": 1, "loss": 5, "norm": 1, "lr": 1%s}\n' % ("0" * 400), "lr is larger than any"),
+        ("[" * 100_000, "the last line of .* is not JSON"),
+        ("[" * 100_000 + "\n", "line 1 of .* is not JSON"),
     ):
         path.write_text(text)
         with pytest.raises(GuardError, match=why):

@@ -16,6 +16,7 @@ import attrs
 import torch
 
 from trainwright.collectives.checks import check_at_least_one
+from trainwright.collectives.errors import UsageError
 
 # Of an error a line shows no more than this.
 _MAX_ERROR = 120
@@ -144,8 +145,16 @@ class FlightRecorder:
 
 
 def from_json(text: str) -> list[Record]:
-    """Return the records that `FlightRecorder.to_json` wrote."""
-    return [Record(**_with_tuple(fields)) for fields in json.loads(text)]
+    """Return the records that `FlightRecorder.to_json` wrote.
+
+    Raises:
+        UsageError: It did not write this text.
+    """
+    try:
+        rows = json.loads(text)
+        return [_record(fields) for fields in rows]
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise UsageError(f"these are no records of a flight recorder: {error!r:.300}") from error
 
 
 def find_place() -> str:
@@ -165,6 +174,19 @@ def _is_passed(file_name: str) -> bool:
     return is_ours or file_name.startswith(_TORCH) or file_name == contextlib.__file__
 
 
-def _with_tuple(fields: dict[str, Any]) -> dict[str, Any]:
+def _record(fields: dict[str, Any]) -> Record:
     shape = fields["shape"]
-    return {**fields, "shape": None if shape is None else tuple(shape)}
+    record = Record(**{**fields, "shape": None if shape is None else tuple(shape)})
+    kinds: tuple[tuple[object, tuple[type, ...]], ...] = (
+        *((value, (str,)) for value in (record.group, record.kind, record.place)),
+        *((value, (int,)) for value in (record.number, *(record.shape or ()))),
+        *((value, (int, type(None))) for value in (record.root, record.peer, record.tag)),
+        *((value, (str, type(None))) for value in (record.dtype, record.op, record.error)),
+        (record.reduce_dtype, (str, type(None))),
+        (record.started_s, (int, float)),
+        (record.finished_s, (int, float, type(None))),
+    )
+    for value, allowed in kinds:
+        if type(value) not in allowed:
+            raise TypeError(f"{value!r:.80} where {allowed[0].__name__} is expected")
+    return record

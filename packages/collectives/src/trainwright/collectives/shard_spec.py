@@ -223,13 +223,20 @@ class ShardSpec:
             UsageError: A field is missing, unknown or invalid.
         """
         fields = {field.name for field in attrs.fields(cls)}
-        if set(data) != fields:
-            raise UsageError(f"a shard spec has the fields {sorted(fields)}, got {sorted(data)}")
+        if not isinstance(data, Mapping) or set(data) != fields:
+            found = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
+            raise UsageError(f"a shard spec has the fields {sorted(fields)}, got {found}")
+        name = data["name"]
+        if type(name) is not str:
+            raise UsageError(f"the name of a shard spec must be a text, got {name!r}")
         try:
             boxes = tuple(Box(start, stop) for start, stop in data["boxes"])
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{data['name']}: boxes must be [start, stop] pairs") from error
-        return cls(**{**data, "boxes": boxes})
+            raise UsageError(f"{name}: boxes must be [start, stop] pairs") from error
+        try:
+            return cls(**{**data, "boxes": boxes})
+        except (TypeError, OverflowError) as error:
+            raise UsageError(f"{name} has a field of another type: {error}") from error
 
     def _check_global(self, tensor: torch.Tensor) -> None:
         if tensor.shape != self.global_shape:

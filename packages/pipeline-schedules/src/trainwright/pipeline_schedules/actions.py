@@ -68,7 +68,8 @@ _TORCH_WORDS = {Kind.REDUCE: "REDUCE_GRAD", Kind.GATHER: "UNSHARD", Kind.RELEASE
 _KIND_OF_WORD = {kind.name: kind for kind in Kind if kind not in _TORCH_WORDS} | {
     word: kind for kind, word in _TORCH_WORDS.items()
 }
-_NOTATION = re.compile(r"(?P<stage>\d+)(?P<word>[A-Z_]+)(?P<microbatch>\d*)")
+# Python refuses to read a number of thousands of digits; no schedule has one of nineteen.
+_NOTATION = re.compile(r"(?P<stage>\d{1,18})(?P<word>[A-Z_]+)(?P<microbatch>\d{0,18})", re.ASCII)
 
 
 @attrs.frozen(order=False)

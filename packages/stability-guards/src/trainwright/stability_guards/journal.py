@@ -13,11 +13,16 @@ import attrs
 from trainwright.collectives import Communicator, broadcast_object
 from trainwright.stability_guards.errors import JournalError
 from trainwright.stability_guards.positions import Positions
-from trainwright.stability_guards.protocol import Verdict
+from trainwright.stability_guards.protocol import Verdict, check_count
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
+
+
+def _check_back_to(instance: object, attribute: attrs.Attribute[int | None], value: object) -> None:
+    if value is not None:
+        check_count(instance, attribute, value)
 
 
 @attrs.frozen
@@ -39,18 +44,18 @@ class Intervention:
         attempt: how many rollbacks in succession this is; 0 if it is none.
     """
 
-    number: int
+    number: int = attrs.field(validator=check_count)
     verdict: Verdict = attrs.field(converter=Verdict)
-    step: int
-    updates: int
+    step: int = attrs.field(validator=check_count)
+    updates: int = attrs.field(validator=check_count)
     batch: Positions
     left_out: Positions
-    reason: str
+    reason: str = attrs.field(validator=attrs.validators.instance_of(str))
     loss: float | None = attrs.field(default=None, converter=_finite)
     norm: float | None = attrs.field(default=None, converter=_finite)
-    back_to: int | None = None
-    position: int = 0
-    attempt: int = 0
+    back_to: int | None = attrs.field(default=None, validator=_check_back_to)
+    position: int = attrs.field(default=0, validator=check_count)
+    attempt: int = attrs.field(default=0, validator=check_count)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data that `from_json` reads."""
@@ -76,7 +81,7 @@ class Intervention:
                     "left_out": Positions.from_json(data["left_out"]),
                 }
             )
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError) as error:
             raise JournalError(f"this is no intervention: {error}") from error
 
 
@@ -190,7 +195,7 @@ class FileJournal:
             try:
                 entry = Intervention.from_json(json.loads(line))
                 _check_number(entry, number)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise JournalError(
                     f"line {number + 1} of {self._path} cannot be read ({error}); mend it: what it "
                     "left out must not be trained on"

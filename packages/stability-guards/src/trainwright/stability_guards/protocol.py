@@ -31,7 +31,8 @@ class Verdict(enum.IntEnum):
     """Stop: nothing this guard can do helps."""
 
 
-def _check_count(_: object, attribute: attrs.Attribute[int], value: object) -> None:
+def check_count(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    """Raise `GuardError` unless ``value`` is a whole number from 0; a validator of `attrs`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise GuardError(f"{attribute.name} must be a whole number from 0, got {value!r}")
 
@@ -51,11 +52,11 @@ class Report:
             logit; a step need not bring each.
     """
 
-    step: int = attrs.field(validator=_check_count)
+    step: int = attrs.field(validator=check_count)
     loss: float = attrs.field(converter=float)
     norm: float = attrs.field(converter=float)
-    non_finite: int = attrs.field(default=0, validator=_check_count)
-    tokens: int = attrs.field(default=1, validator=_check_count)
+    non_finite: int = attrs.field(default=0, validator=check_count)
+    tokens: int = attrs.field(default=1, validator=check_count)
     local_verdict: Verdict = attrs.field(default=Verdict.CONTINUE, converter=Verdict)
     signals: Mapping[str, float] = attrs.field(factory=dict, hash=False)
 

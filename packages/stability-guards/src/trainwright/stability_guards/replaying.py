@@ -59,10 +59,12 @@ def read_metrics(path: Path | str) -> Iterator[Report]:
         if line.strip():
             yield _report(_parsed(line, f"line {number} of {path}"), f"line {number} of {path}")
     try:
-        row = json.loads(torn)
+        json.loads(torn)
     except ValueError:
         return
-    yield _report(row, f"the last line of {path}")
+    except RecursionError:
+        pass  # whole, and refused like any other line
+    yield _report(_parsed(torn, f"the last line of {path}"), f"the last line of {path}")
 
 
 def reports_of(entries: Iterable[Intervention]) -> Iterator[Report]:
@@ -78,7 +80,7 @@ def reports_of(entries: Iterable[Intervention]) -> Iterator[Report]:
 def _parsed(line: bytes, where: str) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GuardError(f"{where} is not JSON: {error}") from error
 
 
@@ -89,10 +91,21 @@ def _report(row: Any, where: str) -> Report:
     if missing := {"step", "loss", "norm"} - rest.keys():
         raise GuardError(f"{where} must have {', '.join(sorted(missing))}, got {sorted(row)}")
     step, tokens, bad = rest.pop("step"), rest.pop("tokens", 1), rest.pop("non_finite", 0)
-    loss, norm = (math.nan if rest[n] is None else rest[n] for n in ("loss", "norm"))
+    loss, norm = (_number(rest.pop(name), name, where) for name in ("loss", "norm"))
     signals = {
-        name: float(value)
+        name: _number(value, name, where)
         for name, value in rest.items()
-        if name not in ("loss", "norm") and type(value) in (int, float)
+        if type(value) in (int, float)
     }
     return Report(step=step, loss=loss, norm=norm, non_finite=bad, tokens=tokens, signals=signals)
+
+
+def _number(value: Any, name: str, where: str) -> float:
+    if value is None:
+        return math.nan
+    if type(value) not in (int, float):
+        raise GuardError(f"{where}: {name} must be a number or null, got {value!r}")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise GuardError(f"{where}: {name} is larger than any float") from error

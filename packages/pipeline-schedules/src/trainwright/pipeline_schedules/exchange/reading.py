@@ -14,7 +14,7 @@ from trainwright.pipeline_schedules.errors import ScheduleError
 from trainwright.pipeline_schedules.schedule import Schedule
 
 _Row = tuple[int, int, int]
-_NUMBERED = re.compile(r"(\d+)([A-Z_]+)(\d*)")
+_NUMBERED = re.compile(r"(\d{1,18})([A-Z_]+)(\d{0,18})", re.ASCII)
 _PAIR = re.compile(r"\((?P<parts>.*)\)(?P<word>\w*)")
 _PAIR_WORD = "OVERLAP_F_B"
 _FORWARD_KINDS = (Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.GATHER, Kind.RELEASE)

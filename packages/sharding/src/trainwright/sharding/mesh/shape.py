@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,6 +30,8 @@ from trainwright.sharding.mesh.order import read_order, split_dp
 __all__ = ["AXES", "DENSE_AXES", "EXPERT_AXES", "HYBRID_AXES", "MeshShape"]
 
 _CHOSEN = ("pp", "dp", "cp", "tp", "ep", "etp", "dp_shard")
+_SIZE = re.compile(r"\d{1,18}", re.ASCII)
+_MAX_WORLD = 2**31 - 1  # to say what would fit instead of a larger one takes for ever
 
 
 @attrs.frozen(repr=False)
@@ -56,8 +59,9 @@ class MeshShape:
             named too.
 
     Raises:
-        ShardingError: A size is not a positive int, ep * etp does not divide dp * cp * tp,
-            dp_shard does not divide dp, or ``order`` does not have each axis once.
+        ShardingError: A size is not a positive int, there are more than 2**31 - 1 ranks, ep * etp
+            does not divide dp * cp * tp, dp_shard does not divide dp, or ``order`` does not have
+            each axis once.
         NotAvailableError: Both dp_shard and ep > 1.
     """
 
@@ -81,6 +85,11 @@ class MeshShape:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ShardingError(f"axis {axis} must be a positive int, got {size!r}")
         stage = self.dp * self.cp * self.tp
+        if self.pp * stage > _MAX_WORLD:
+            raise ShardingError(
+                f"pp={self.pp} * dp={self.dp} * cp={self.cp} * tp={self.tp} must be at most "
+                f"{_MAX_WORLD} ranks, got {self.pp * stage}"
+            )
         if stage % (self.ep * self.etp):
             fitting = [ep for ep in divisors(stage) if stage % (ep * self.etp) == 0]
             way_out = f"ep may be {listed(fitting)}" if fitting else "choose a smaller etp"
@@ -109,7 +118,7 @@ class MeshShape:
             if axis == "order":
                 chosen[axis] = size
                 continue
-            if not equals or not size.isdecimal() or int(size) < 1:
+            if not equals or not _SIZE.fullmatch(size) or int(size) < 1:
                 raise ShardingError(
                     f"layout {text!r}: {axis} needs a positive int, got {part!r}; write {axis}=2"
                 )
