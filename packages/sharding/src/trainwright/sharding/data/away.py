@@ -31,6 +31,8 @@ class AwayWeights:
         kept: This rank's part of the weights, on the device or in a slot of its own.
         masters: Where the masters are kept; None of weights that are not trained.
         weights: The slot of ``kept``; None where that stays on the device.
+
+    ``sums`` is where summed gradients are kept, set where there are some.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class AwayWeights:
         self._kept = kept
         self._masters = masters
         self._weights = weights
+        self.sums: Slot | None = None
+        self._shown: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._pieces: list[tuple[nn.Parameter, int, torch.Size]] = []
         self._returned: tuple[int, Work] | None = None
 
@@ -64,6 +68,12 @@ class AwayWeights:
         return self._masters
 
     @property
+    def gradients(self) -> Slot:
+        """Where their gradients are kept."""
+        assert self.sums is not None
+        return self.sums
+
+    @property
     def work_bytes(self) -> int:
         """Room to round weights in before they are written to a file."""
         kept = self._kept
@@ -78,6 +88,20 @@ class AwayWeights:
         for parameter, start, shape in self._pieces:
             parameter.data = masters[start : start + shape.numel()].view(shape)
 
+    def show_gradients(self, gradients: torch.Tensor | None) -> None:
+        """Let the pieces' gradients be parts of a copy, or again of what was copied."""
+        for parameter, before in self._shown:
+            parameter.grad = before
+        self._shown = []
+        if gradients is None:
+            return
+        for parameter, start, shape in self._pieces:
+            kept = parameter.grad
+            own = self.gradients.tensor[start : start + shape.numel()]
+            if kept is not None and kept.data_ptr() == own.data_ptr():
+                self._shown.append((parameter, kept))
+                parameter.grad = gradients[start : start + shape.numel()].view(shape)
+
     def give_back(self, masters: torch.Tensor, work: torch.Tensor) -> Work:
         """Start making this rank's part of the weights of updated masters."""
         if isinstance(self._weights, FileSlot):
@@ -85,7 +109,7 @@ class AwayWeights:
             rounded.copy_(masters)
             moved = self._weights.write(rounded)
         else:
-            moved = self._offload.to_device.copy(masters, self._kept)
+            moved = self._offload.to_device.copy(masters, self._kept, to_host=False)
         self._returned = (self._version(), moved)
         return moved
 
@@ -101,7 +125,8 @@ class AwayWeights:
         if self._weights is not None:
             self._kept.copy_(self.masters.tensor)
         else:
-            self._offload.to_device.copy(self.masters.tensor, self._kept).wait()
+            self.give_back(self.masters.tensor, torch.empty(0)).wait()
+            self._returned = None
 
     @property
     def keeps_weights(self) -> bool:
@@ -112,7 +137,7 @@ class AwayWeights:
         """Start bringing this rank's part of the weights."""
         if isinstance(self._weights, FileSlot) and target.device.type == "cpu":
             return self._weights.read(target)
-        return self._offload.to_device.copy(self._kept, target)
+        return self._offload.to_device.copy(self._kept, target, to_host=False)
 
     def _version(self) -> int:
         return sum(parameter._version for parameter in self.parameters)
@@ -120,14 +145,20 @@ class AwayWeights:
 
 @attrs.frozen(eq=False)
 class GradientTravel:
-    """The way of a bucket's sums to the host."""
+    """The way of a bucket's sums to where they are kept.
+
+    Args:
+        offload: Moves them.
+        slot: Where they are kept.
+    """
 
     offload: Offload
+    slot: Slot
 
     def move(self, sums: torch.Tensor, kept: torch.Tensor, *, add: bool, freed_bytes: int) -> Work:
         """Start moving sums into, or onto, what the host keeps; device memory is free after."""
         after: Callable[[], None] = partial(self.offload.device.give, freed_bytes)
-        return self.offload.to_host.copy(sums, kept, add=add, after=after)
+        return self.offload.to_host.copy(sums, kept, to_host=True, add=add, after=after)
 
 
 def check_offload(policy: ShardPolicy, offload: Offload) -> None:
@@ -167,8 +198,8 @@ def reserve(layout: Iterable[GroupLayout], stage: int, mesh: Mesh, offload: Offl
         ranks = group.num_ranks if stage > 0 else 1
         numel = group.numel // ranks
         slack = len(group.buckets) << 16
-        if group.key.trainable:
-            masters += numel * group.key.master_dtype.itemsize + slack
+        if group.key.trainable:  # and as much for gradients
+            masters += 2 * (numel * group.key.master_dtype.itemsize + slack)
         weights += numel * group.key.weight_dtype.itemsize + slack
     problem = None
     try:

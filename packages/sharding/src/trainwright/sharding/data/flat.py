@@ -54,7 +54,8 @@ def make_bucket(
             kept = _keep_whole(bucket, member, entries[part.name], start, stop)
         if kept is not None:
             bucket.kept.append(kept)
-    if weights.away is not None and gradients is not None:
+    if weights.away is not None and gradients is not None and gradients.travel is not None:
+        weights.away.sums = gradients.travel.slot
         weights.away.hold(kept.piece.parameter for kept in bucket.kept)
     return bucket
 
@@ -183,9 +184,10 @@ def _make_gradients(
     full = travelling([data, *partial], 0 if is_lent else numel, dtype, device).zero_()
     travel = None
     if offload is not None:
-        travel = GradientTravel(offload)
         kept_numel = part if policy.stage > 0 else numel
-        kept = offload.gradients.allocate(kept_numel, dtype, device).tensor.zero_()
+        slot = offload.gradients.allocate(kept_numel, dtype, device)
+        kept = slot.tensor.zero_()
+        travel = GradientTravel(offload, slot)
         offload.device.take(full.numel() * full.itemsize)
     elif is_lent:
         kept = travelling(partial, part, dtype, device).zero_()

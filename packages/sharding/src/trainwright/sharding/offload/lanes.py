@@ -114,21 +114,23 @@ class Lane:
         source: torch.Tensor,
         target: torch.Tensor,
         *,
+        to_host: bool,
         add: bool = False,
         after: Callable[[], None] | None = None,
     ) -> Work:
-        """Copy a tensor, or add it, to another of its size on the same device or another one.
+        """Copy a tensor, or add it, to another of its size, between a device and the host.
 
-        Both belong to the move until it is waited for. Between host and device bytes travel in the
-        dtype of the device's side; the host converts.
+        Both belong to the move until it is waited for. Bytes travel in the dtype of the device's
+        side; the host converts. Where the device is the host's memory it is a plain copy.
 
         Args:
             source: What is read.
             target: What is written.
+            to_host: Whether ``source`` is on the device, rather than ``target``.
             add: Add to what ``target`` holds, on the host.
             after: Called once it is made, also where it fails.
         """
-        on_device = target if source.device.type == "cpu" else source
+        on_device = source if to_host else target
         num_bytes = on_device.numel() * on_device.itemsize
         if source.device.type == target.device.type == "cpu":
             move = _HostMove(source, target, add, after)

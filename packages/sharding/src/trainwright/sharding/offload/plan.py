@@ -19,7 +19,8 @@ class Offload:
 
     Args:
         states: Keeps the weights that the optimizer updates, and what the optimizer keeps.
-        gradients: Keeps summed gradients from their backward to the update.
+        gradients: Keeps summed gradients from their backward to the update; norm and clipping read
+            and write them there.
         weights: Keeps the rank's part of the module's weights between uses (stage 3); None leaves
             them on the device.
         to_host: Moves gradients.
@@ -28,7 +29,7 @@ class Offload:
     """
 
     states: Store
-    gradients: HostMemory
+    gradients: Store
     weights: Store | None = None
     to_host: Lane = attrs.field(factory=lambda: Lane("offload-to-host"))
     to_device: Lane = attrs.field(factory=lambda: Lane("offload-to-device"))
@@ -54,7 +55,7 @@ def offload_to_host(
         OffloadError: A rate or limit is out of range.
     """
     host = HostMemory(host_limit_bytes)
-    return _offload(host, host, weights, link_bytes_s, device_limit_bytes)
+    return _offload(host, weights, link_bytes_s, device_limit_bytes)
 
 
 def offload_to_folder(
@@ -67,7 +68,8 @@ def offload_to_folder(
 ) -> Offload:
     """Keep states in a file without a name, of which three units are in memory during an update.
 
-    Gradients wait for the update in host memory.
+    Summed gradients wait in the file too, mapped: what reads them before the update, such as the
+    norm, does so through the system's cache, which gives memory back as it is needed.
 
     Args:
         folder: A folder that exists, best on a fast local disk.
@@ -82,19 +84,18 @@ def offload_to_folder(
             range.
     """
     store = FileStore(folder, pace=Pace(file_bytes_s))
-    return _offload(store, HostMemory(), weights, link_bytes_s, device_limit_bytes)
+    return _offload(store, weights, link_bytes_s, device_limit_bytes)
 
 
 def _offload(
     store: Store,
-    gradients: HostMemory,
     weights: bool,
     link_bytes_s: float | None,
     device_limit_bytes: int | None,
 ) -> Offload:
     return Offload(
         states=store,
-        gradients=gradients,
+        gradients=store,
         weights=store if weights else None,
         to_host=Lane("offload-to-host", Pace(link_bytes_s)),
         to_device=Lane("offload-to-device", Pace(link_bytes_s)),

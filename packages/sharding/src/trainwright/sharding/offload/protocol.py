@@ -56,12 +56,24 @@ class StepUnit(Protocol):
         ...
 
     @property
+    def gradients(self) -> Slot:
+        """Where their gradients are kept, laid out as the masters."""
+        ...
+
+    @property
     def work_bytes(self) -> int:
         """Host memory that `give_back` needs beside the masters."""
         ...
 
     def show(self, masters: torch.Tensor) -> None:
         """Let the parameters be parts of a tensor, which has all elements of the masters."""
+        ...
+
+    def show_gradients(self, gradients: torch.Tensor | None) -> None:
+        """Let the parameters' gradients be parts of a copy of `gradients`, or of these again.
+
+        Gradients that somebody has replaced stay what they are.
+        """
         ...
 
     def give_back(self, masters: torch.Tensor, work: torch.Tensor) -> Work:

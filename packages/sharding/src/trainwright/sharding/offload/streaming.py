@@ -25,14 +25,16 @@ class _Visit:
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """Its masters, its states, and memory to work in, as bytes."""
+        """Its masters, its gradients, its states, and memory to work in, as bytes."""
         return cut(self.memory, _sizes(self.states))
 
     @property
     def masters(self) -> torch.Tensor:
+        """The masters as numbers."""
         return self.parts[0].view(self.states.unit.masters.tensor.dtype)
 
     def wait(self) -> None:
+        """Wait until it is read, or written."""
         while self.works:
             self.works.pop(0).wait()
 
@@ -78,9 +80,10 @@ class StatesStream:
 
     def _update(self, visit: _Visit) -> None:
         states, unit = visit.states, visit.states.unit
-        _, kept, work = visit.parts
+        _, gradients, kept, work = visit.parts
         anew = 0 if states.are_complete else states.num_bytes
         unit.show(visit.masters)
+        unit.show_gradients(gradients.view(unit.gradients.tensor.dtype))
         states.bring(kept)
         self._ledger.take(anew)
         try:
@@ -88,6 +91,7 @@ class StatesStream:
             states.gather(kept)
         finally:
             self._ledger.give(anew)
+            unit.show_gradients(None)
         assert isinstance(unit.masters, FileSlot)
         visit.works.append(unit.give_back(visit.masters, work))
         visit.works.append(unit.masters.write(visit.masters))
@@ -104,10 +108,11 @@ class StatesStream:
 
 
 def _begin(states: UnitStates, memory: torch.Tensor) -> _Visit:
-    masters, kept, _ = cut(memory, _sizes(states))
-    slot = states.unit.masters
-    assert isinstance(slot, FileSlot)
-    works = [slot.read(masters)]
+    masters, gradients, kept, _ = cut(memory, _sizes(states))
+    unit = states.unit
+    assert isinstance(unit.masters, FileSlot)
+    assert isinstance(unit.gradients, FileSlot)
+    works = [unit.masters.read(masters), unit.gradients.read(gradients)]
     if isinstance(states.slot, FileSlot) and states.are_kept:
         works.append(states.slot.read(kept))
     return _Visit(states, memory, works)
@@ -118,6 +123,9 @@ def _leave(visit: _Visit) -> None:
     visit.states.let_go()
 
 
-def _sizes(states: UnitStates) -> tuple[int, int, int]:
-    masters = states.unit.masters.tensor
-    return (masters.numel() * masters.itemsize, states.num_bytes, states.unit.work_bytes)
+def _sizes(states: UnitStates) -> tuple[int, int, int, int]:
+    unit = states.unit
+    masters, gradients = (
+        slot.tensor.numel() * slot.tensor.itemsize for slot in (unit.masters, unit.gradients)
+    )
+    return masters, gradients, states.num_bytes, unit.work_bytes
