@@ -148,28 +148,29 @@ def join(ranks: list[tuple[StepRecord, dict[str, Shard]]]) -> Outcome:
     weights: dict[str, torch.Tensor] = {}
     for _, shards in ranks:
         for name, shard in shards.items():
-            _insert(gradients, name, shard.spec, shard.gradient)
-            _insert(weights, name, shard.spec, shard.weight)
+            insert(gradients, name, shard.spec, shard.gradient)
+            insert(weights, name, shard.spec, shard.weight)
     for name, tensor in [*gradients.items(), *weights.items()]:
         assert not tensor.isnan().any(), f"no rank holds a part of {name}"
     loss, norm = records.pop()
     return Outcome(loss=loss, norm=norm, gradients=gradients, weights=weights)
 
 
-@torch.no_grad()
-def _fill(local: torch.Tensor, spec: ShardSpec, whole: torch.Tensor) -> None:
-    local.copy_(spec.extract(whole).view_as(local))
-
-
-def _insert(
-    wholes: dict[str, torch.Tensor], name: str, spec: ShardSpec, local: torch.Tensor
+def insert(
+    wholes: dict[Any, torch.Tensor], name: Any, spec: ShardSpec, local: torch.Tensor
 ) -> None:
+    """Put a shard into the whole tensor of its name; what another rank has put there is equal."""
     whole = wholes.setdefault(name, local.new_full(spec.global_shape, float("nan")))
     local = local.view(spec.local_shape)
     held = spec.extract(whole)
     known = ~held.isnan()
     assert torch.equal(held[known], local[known]), f"replicas of {name} differ"
     spec.insert(local, whole)
+
+
+@torch.no_grad()
+def _fill(local: torch.Tensor, spec: ShardSpec, whole: torch.Tensor) -> None:
+    local.copy_(spec.extract(whole).view_as(local))
 
 
 def _train_one(parts: Parts, progress: Progress, records: list[StepRecord]) -> None:

@@ -23,6 +23,8 @@ SMALL = ModelShape(width=16, layers=2, heads=4, kv_heads=2, mlp_width=24)
 SPARSE = ModelShape(
     width=16, layers=2, heads=4, kv_heads=4, experts=ExpertShape(Routing(4, 2), width=16)
 )
+Named = dict[str, nn.Parameter]
+ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
 CHOSEN = Factory | OptimizerPlan | None
 
 
@@ -98,14 +100,14 @@ class PaperLion(torch.optim.Optimizer):
             first, second = group["betas"]
             for weight in group["params"]:
                 state, gradient = self.state[weight], weight.grad
-                momentum = state.get("m", torch.zeros_like(weight))
+                momentum = state.get("exp_avg", torch.zeros_like(weight))
                 direction = torch.sign(first * momentum + (1 - first) * gradient)
                 weight -= group["lr"] * (direction + group["weight_decay"] * weight)
-                state["m"] = second * momentum + (1 - second) * gradient
+                state["exp_avg"] = second * momentum + (1 - second) * gradient
 
 
 def assert_same_updates(
-    found: list[Update], oracle: Callable[[dict[str, nn.Parameter]], list[torch.optim.Optimizer]]
+    found: list[Update], oracle: Callable[[Named], list[torch.optim.Optimizer]]
 ) -> None:
     """Check each update against what plain optimizers make of the same gradients."""
     plain = {name: nn.Parameter(weight.clone()) for name, weight in found[0].weights.items()}
@@ -149,3 +151,45 @@ def by_dims(
         {"params": [p for p in chosen if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in chosen if p.dim() < 2], "weight_decay": 0.0},
     ]
+
+
+def adamw(named: Named, names: list[str] | None = None) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(by_dims(named, 0.1, names), **ADAM, foreach=False)]
+
+
+def adam(named: Named) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adam(by_dims(named, 0.0), **ADAM, foreach=False)]
+
+
+def sgd(named: Named) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(by_dims(named, 0.0), momentum=0.9, foreach=False)]
+
+
+def lion(named: Named) -> list[torch.optim.Optimizer]:
+    return [PaperLion(by_dims(named, 0.1))]
+
+
+def adafactor(named: Named) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adafactor(by_dims(named, 0.1), foreach=False)]
+
+
+def muon(named: Named) -> list[torch.optim.Optimizer]:
+    hidden = [n for n, p in named.items() if ".layers." in n and p.dim() > 1]
+    matrices = [
+        each for n in hidden for each in (slices_of(named[n]) if named[n].dim() > 2 else [named[n]])
+    ]
+    options: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "weight_decay": 0.1}
+    return [
+        torch.optim.Muon(matrices, **options, adjust_lr_fn="match_rms_adamw"),
+        *adamw(named, [n for n in named if n not in hidden]),
+    ]
+
+
+ORACLES: dict[str, Callable[[Named], list[torch.optim.Optimizer]]] = {
+    "adamw": adamw,
+    "adam": adam,
+    "sgd": sgd,
+    "lion": lion,
+    "adafactor": adafactor,
+    "muon": muon,
+}

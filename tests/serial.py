@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
@@ -74,6 +75,15 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
+@attrs.frozen(eq=False)
+class Gradients:
+    """What one forward and backward pass computed: gradients are those after clipping."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, torch.Tensor]
+
+
 class SerialRun:
     """Forward, backward, clip and AdamW written out with torch alone."""
 
@@ -112,18 +122,24 @@ class SerialRun:
     @torch.no_grad()
     def load(self, state: Snapshot) -> None:
         """Go on from another run's state, of any dtype."""
+        self.take(state.weights, state.step)
         for name, parameter in self.named.items():
-            parameter.copy_(state.weights[name])
             self.optimizer.state[parameter] = {
                 "step": torch.tensor(float(state.step)),
                 "exp_avg": state.first_moments[name].to(parameter.dtype),
                 "exp_avg_sq": state.second_moments[name].to(parameter.dtype),
             }
-        self.step_index = state.step
-        self.reader.load_state_dict({"consumed": state.step * self.config.sizes.global_batch})
 
-    def step(self) -> Outcome:
-        """Make one step."""
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, torch.Tensor], step: int) -> None:
+        """Stand before a step with these weights, of any dtype."""
+        for name, parameter in self.named.items():
+            parameter.copy_(weights[name])
+        self.step_index = step
+        self.reader.load_state_dict({"consumed": step * self.config.sizes.global_batch})
+
+    def gradients(self) -> Gradients:
+        """Run the next batch forward and backward."""
         batch = self.reader.next_batch()
         tokens, labels = batch.tokens_MBS[0], batch.labels_MBS[0]
         loss_sum = 0.0
@@ -135,24 +151,31 @@ class SerialRun:
             loss = F.cross_entropy(logits, labels[part].flatten(), reduction="sum")
             (sum(returned.losses.values(), loss) / labels.numel()).backward()
             loss_sum += float(loss.detach())
-        gradients = {n: p.grad for n, p in self.named.items()}
-        squares = [g.double().square().sum() for g in gradients.values() if g is not None]
-        norm = math.sqrt(float(torch.stack(squares).sum()))
-        factor = min(1.0, self.config.optimizer.clip / (norm + 1e-6))
-        for gradient in gradients.values():
-            gradient.mul_(factor)
+        raw = {name: p.grad for name, p in self.named.items()}
+        for parameter in self.named.values():
+            parameter.grad = None
+        return clipped(loss_sum / labels.numel(), raw, self.config.optimizer.clip)
+
+    def step(self) -> Outcome:
+        """Make one step."""
+        made = self.gradients()
+        for name, parameter in self.named.items():
+            parameter.grad = made.gradients[name].clone()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, self.step_index)
         self.optimizer.step()
-        outcome = Outcome(
-            loss=loss_sum / labels.numel(),
-            norm=norm,
-            gradients={n: g.clone() for n, g in gradients.items()},
-            weights={n: p.detach().clone() for n, p in self.named.items()},
-        )
         self.optimizer.zero_grad()
         self.step_index += 1
-        return outcome
+        weights = {n: p.detach().clone() for n, p in self.named.items()}
+        return Outcome(made.loss, made.norm, made.gradients, weights)
+
+
+def clipped(loss: float, raw: Mapping[str, torch.Tensor | None], most: float) -> Gradients:
+    """Return a loss and gradients, which are shrunk to a norm of at most ``most``."""
+    squares = [g.double().square().sum() for g in raw.values() if g is not None]
+    norm = math.sqrt(float(torch.stack(squares).sum()))
+    factor = min(1.0, most / (norm + 1e-6))
+    return Gradients(loss, norm, {name: g * factor for name, g in raw.items()})
 
 
 def learning_rate(config: RunConfig, step: int) -> float:

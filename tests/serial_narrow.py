@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
 
-from tests.serial import Outcome, SerialRun, Snapshot, learning_rate
+from tests.serial import Gradients, Outcome, SerialRun, Snapshot, clipped, learning_rate
 from trainwright.collectives import SingleCommunicator
 from trainwright.integration.config import RunConfig
 from trainwright.integration.model import ModelShape
+from trainwright.pipeline_schedules.execute.output import as_stage_output
 from trainwright.precision import policy
 from trainwright.precision.float8 import Float8State, convert_linears
 from trainwright.sharding.tensor import Cut, vocab_parallel_cross_entropy
 
 Scales = Mapping[str, torch.Tensor]
+KEPT_WIDE = ("*norm.weight", "*norm.bias", "*.mlp.gate.weight")
+"""Norms and routers stay in FP32."""
 
 
 @attrs.frozen(eq=False)
@@ -43,7 +45,7 @@ class NarrowSerialRun(SerialRun):
         super().__init__(shape, one, splits=config.parallel.mesh.dp * config.sizes.microbatches)
         self.loss_scale = loss_scale
         self.masters = {name: weight.detach().clone() for name, weight in self.named.items()}
-        dtypes = policy(config.dtype, keep_fp32=("*norm.weight",))
+        dtypes = policy(config.dtype, keep_fp32=KEPT_WIDE)
         for name, weight in self.named.items():
             weight.data = weight.data.to(dtypes.parameter_dtype(name, weight))
             weight.grad_dtype = torch.float32
@@ -52,41 +54,43 @@ class NarrowSerialRun(SerialRun):
             chosen = ("model.layers.*",)
             self.scales = convert_linears(self.model, dtypes.recipe, chosen, keep_ends=False)
 
-    @torch.no_grad()
     def load(self, state: Snapshot) -> None:
         """Begin at another run's state."""
         self.before = state
-        for name, weight in self.named.items():
-            weight.copy_(state.weights[name])
-        self.step_index = state.step
-        self.reader.load_state_dict({"consumed": state.step * self.config.sizes.global_batch})
+        self.take(state.weights, state.step)
 
-    def step(self) -> Outcome:
-        """Make one step; `scales` are those of the next."""
+    def gradients(self) -> Gradients:
+        """Run the next batch forward and backward; `scales` are those of the next."""
         batch = self.reader.next_batch()
         tokens, labels = batch.tokens_MBS[0], batch.labels_MBS[0]
         seed = torch.tensor(self.loss_scale / labels.numel())
         loss_sum = 0.0
         for part in torch.arange(len(tokens)).chunk(self.splits):
-            loss = self._loss(tokens[part], labels[part])
-            loss.backward(seed)
+            loss, besides = self._losses(tokens[part], labels[part])
+            (loss + besides).backward(seed)
             loss_sum += float(loss.detach())
         if self.scales is not None:
             self.scales.end_step()
-        gradients = {name: weight.grad / self.loss_scale for name, weight in self.named.items()}
-        squares = [gradient.double().square().sum() for gradient in gradients.values()]
-        norm = math.sqrt(float(torch.stack(squares).sum()))
-        factor = min(1.0, self.config.optimizer.clip / (norm + 1e-6))
-        clipped = {name: gradient * factor for name, gradient in gradients.items()}
+        raw = {name: weight.grad / self.loss_scale for name, weight in self.named.items()}
         for weight in self.named.values():
             weight.grad = None
-        return Outcome(loss_sum / labels.numel(), norm, clipped, self._updated(clipped))
+        return clipped(loss_sum / labels.numel(), raw, self.config.optimizer.clip)
 
-    def _loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = self.model(tokens_BS=tokens)
+    def step(self) -> Outcome:
+        """Make one step; `scales` are those of the next."""
+        made = self.gradients()
+        weights = self._updated(made.gradients)
+        return Outcome(made.loss, made.norm, made.gradients, weights)
+
+    def _losses(
+        self, tokens: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+        returned = as_stage_output(self.model(tokens_BS=tokens))
+        logits = returned.output
         # What another order of its sums rounds differently would be rounded again in few bits.
         cut = Cut.whole(logits.shape[-1], 1)
-        return vocab_parallel_cross_entropy(logits, labels, SingleCommunicator(), cut=cut).sum()
+        loss = vocab_parallel_cross_entropy(logits, labels, SingleCommunicator(), cut=cut).sum()
+        return loss, sum(returned.losses.values())
 
     def _updated(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         weights = {n: torch.nn.Parameter(w.clone()) for n, w in self.before.weights.items()}

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.optimizer_runs import (
+    ORACLES,
     PaperLion,
     assert_same_updates,
     by_dims,
     settings,
     shape_of,
-    slices_of,
     updates_in_layout,
 )
 from tests.serial import text
@@ -26,50 +25,6 @@ from trainwright.integration.optimizers import OPTIMIZERS, plan_of
 from trainwright.integration.parts import assemble
 from trainwright.precision import MasterWeights
 
-Named = dict[str, nn.Parameter]
-ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
-
-
-def adamw(named: Named, names: list[str] | None = None) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(by_dims(named, 0.1, names), **ADAM, foreach=False)]
-
-
-def adam(named: Named) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Adam(by_dims(named, 0.0), **ADAM, foreach=False)]
-
-
-def sgd(named: Named) -> list[torch.optim.Optimizer]:
-    return [torch.optim.SGD(by_dims(named, 0.0), momentum=0.9, foreach=False)]
-
-
-def lion(named: Named) -> list[torch.optim.Optimizer]:
-    return [PaperLion(by_dims(named, 0.1))]
-
-
-def adafactor(named: Named) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Adafactor(by_dims(named, 0.1), foreach=False)]
-
-
-def muon(named: Named) -> list[torch.optim.Optimizer]:
-    hidden = [n for n, p in named.items() if ".layers." in n and p.dim() > 1]
-    matrices = [
-        each for n in hidden for each in (slices_of(named[n]) if named[n].dim() > 2 else [named[n]])
-    ]
-    options: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "weight_decay": 0.1}
-    return [
-        torch.optim.Muon(matrices, **options, adjust_lr_fn="match_rms_adamw"),
-        *adamw(named, [n for n in named if n not in hidden]),
-    ]
-
-
-ORACLES: dict[str, Callable[[Named], list[torch.optim.Optimizer]]] = {
-    "adamw": adamw,
-    "adam": adam,
-    "sgd": sgd,
-    "lion": lion,
-    "adafactor": adafactor,
-    "muon": muon,
-}
 SAMPLE: list[tuple[str, str, dict[str, Any]]] = [
     ("adam", "dp=2", {"zero": 1}),
     ("sgd", "pp=2", {"microbatches": 2}),

@@ -71,10 +71,12 @@ class PlainExperts(nn.Module):
         if self.routing.normalize:
             weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)
         weights_BSK = weights_BSK * self.routing.scale
-        output_BSD = self._share(hidden_BSD)
+        # Weights are at least float32, and so are sums over experts, which are rounded once.
+        routed_BSD = torch.zeros_like(hidden_BSD, dtype=weights_BSK.dtype)
         for expert in range(self.routing.num_experts):
             weight_BS = (weights_BSK * (chosen_BSK == expert)).sum(-1)
-            output_BSD = output_BSD + weight_BS[..., None] * self.experts(expert, hidden_BSD)
+            routed_BSD = routed_BSD + weight_BS[..., None] * self.experts(expert, hidden_BSD)
+        output_BSD = routed_BSD.to(hidden_BSD.dtype) + self._share(hidden_BSD)
         output_BSD = output_BSD.masked_fill(~valid_BS[..., None], 0.0)
         return output_BSD, self._report(logits_BSE, chosen_BSK, valid_BS)
 
