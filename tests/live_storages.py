@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveStorages(TorchDispatchMode):
-    """Knows every storage that an operator within the block returned, until it is freed.
+    """Knows every storage that an operator within the block made, until it is freed.
 
     Sizes are read again at each operator, since storages are resized behind its back. What other
-    threads make is not seen.
+    threads make does not count, though ranks that are threads read each other's memory.
     """
 
     def __init__(self) -> None:
@@ -48,6 +48,8 @@ class LiveStorages(TorchDispatchMode):
     def note(self, *tensors: torch.Tensor) -> None:
         """Count the storages of tensors that were made elsewhere."""
         for tensor in tensors:
+            if tensor.is_meta:
+                continue
             storage = tensor.untyped_storage()
             self._live[storage._cdata] = weakref.ref(storage)
 
@@ -67,6 +69,11 @@ class LiveStorages(TorchDispatchMode):
     ) -> Any:
         """Run an operator and count what it returns."""
         result = func(*args, **(kwargs or {}))
-        self.note(*(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)))
+        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        self.note(*(t for t in _tensors(result) if t.untyped_storage()._cdata not in given))
         self.look()
         return result
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -1,5 +1,11 @@
 """What a rank of a training run holds in memory, without building anything."""
 
+from trainwright.sharding.memory.activations import (
+    BlockBytes,
+    KeptBytes,
+    Tokens,
+    decoder_bytes,
+)
 from trainwright.sharding.memory.conventions import (
     GIB,
     GptActivations,
@@ -11,27 +17,49 @@ from trainwright.sharding.memory.conventions import (
     zero_largest_model,
 )
 from trainwright.sharding.memory.conventions_bridge import BridgeEstimate
+from trainwright.sharding.memory.estimate import memory
 from trainwright.sharding.memory.parameters import Held, Slice, parameters_of, slices_of
+from trainwright.sharding.memory.picture import memory_svg
+from trainwright.sharding.memory.rank_memory import (
+    KINDS,
+    Chunk,
+    InFlight,
+    RankMemory,
+    Traffic,
+)
 from trainwright.sharding.memory.shape import ExpertSizes, LatentSizes, TransformerShape
 from trainwright.sharding.memory.states import BucketStates, BytesPerParameter, Sharing, buckets_of
+from trainwright.sharding.memory.table import memory_table
 
 __all__ = [
     "GIB",
+    "KINDS",
+    "BlockBytes",
     "BridgeEstimate",
     "BucketStates",
     "BytesPerParameter",
+    "Chunk",
     "ExpertSizes",
     "GptActivations",
     "Held",
+    "InFlight",
+    "KeptBytes",
     "LatentSizes",
+    "RankMemory",
     "Sharing",
     "Slice",
+    "Tokens",
+    "Traffic",
     "TransformerShape",
     "buckets_of",
+    "decoder_bytes",
     "deepspeed_zero2_bytes",
     "deepspeed_zero3_bytes",
     "gpt_parameters",
     "megatron_bytes",
+    "memory",
+    "memory_svg",
+    "memory_table",
     "parameters_of",
     "slices_of",
     "zero_bytes",
