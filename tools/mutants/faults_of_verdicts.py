@@ -49,7 +49,7 @@ FAULTS_OF_COUNTS = (
         f"{GUARDS}/spikes.py",
         "count_of(before) >= min(",
         "count_of(before) > min(",
-        (f"{TESTS}/test_trend_guards.py", "-k", "spike"),
+        _in("edges_of_memory", "first_value_after"),
     ),
     Fault(
         "a spike is judged by a median that it is part of",
@@ -58,7 +58,7 @@ FAULTS_OF_COUNTS = (
         "        after = with_value(before, value, self.window)",
         "        after = with_value(before, value, self.window)\n"
         "        score = score_of(after, value) if known else 0.0",
-        (f"{TESTS}/test_trend_guards.py", "-k", "spike"),
+        _in("edges_of_memory", "values_before_it"),
     ),
     Fault(
         "a guard that waits speaks one step early",
@@ -86,7 +86,7 @@ FAULTS_OF_COUNTS = (
         f"{GUARDS}/combining.py",
         "if step > seen - self.within_steps]",
         "if step >= seen - self.within_steps]",
-        _in("trend_guards", "alarms_in_succession"),
+        _in("edges_of_memory", "alarm_is_forgotten"),
     ),
     Fault(
         "signals that are a step too far apart agree",
@@ -103,7 +103,7 @@ FAULTS_OF_RECOVERY = (
         f"{GUARDS}/recovery.py",
         '            "guard": dict(self._guard_state),\n            "position"',
         '            "guard": dict(self._guard.initial()),\n            "position"',
-        (f"{TESTS}/test_recovery.py",),
+        _in("edges_of_memory", "comes_back"),
     ),
     Fault(
         "guards keep what they learnt of steps that are taken back",
@@ -138,7 +138,7 @@ FAULTS_OF_RECOVERY = (
         f"{GUARDS}/replicas.py",
         "(sums * weights).sum(), _names_digest",
         "sums.sum(), _names_digest",
-        (f"{TESTS}/test_replicas.py",),
+        _in("edges_of_memory", "changed_places"),
     ),
     Fault(
         "chunks of a tensor may change places",
