@@ -193,17 +193,17 @@ def reserve(layout: Iterable[GroupLayout], stage: int, mesh: Mesh, offload: Offl
     """
     if offload is None:
         return
-    masters = weights = 0
+    sizes: list[int] = []
     for group in layout:
-        ranks = group.num_ranks if stage > 0 else 1
-        numel = group.numel // ranks
-        slack = len(group.buckets) << 16
-        if group.key.trainable:  # and as much for gradients
-            masters += 2 * (numel * group.key.master_dtype.itemsize + slack)
-        weights += numel * group.key.weight_dtype.itemsize + slack
+        for bucket in group.buckets:
+            numel = (bucket.stop - bucket.start) // (group.num_ranks if stage > 0 else 1)
+            if group.key.trainable:  # masters, and gradients of their dtype
+                sizes += [numel * group.key.master_dtype.itemsize] * 2
+            if offload.weights is not None:
+                sizes.append(numel * group.key.weight_dtype.itemsize)
     problem = None
     try:
-        offload.states.reserve(masters + (weights if offload.weights is not None else 0))
+        offload.states.reserve(sizes)
     except OffloadError as error:
         problem = str(error)
     agree(mesh.world, problem, OffloadError)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from trainwright.sharding.data.lifecycle import DataParallel
+from trainwright.sharding.data.optimizers import NOT_ELEMENT_WISE
 from trainwright.sharding.data.whole_matrices import WholeMatrices
 from trainwright.sharding.errors import NotAvailableError, ShardingError
 from trainwright.sharding.offload import Offload, OffloadedStep, StepUnit
@@ -40,6 +41,12 @@ def offloaded_step(
             "WholeMatrices updates whole parameters, and offloaded states are parts of them; "
             "offload element-wise optimizers only"
         )
+    for known, why in NOT_ELEMENT_WISE.items():
+        if isinstance(optimizer, known):
+            raise NotAvailableError(
+                f"{type(optimizer).__name__} {why}, and offloaded states are parts of parameters; "
+                "take an element-wise optimizer, such as AdamW"
+            )
     units: list[StepUnit] = [
         bucket.weights.away
         for model in models

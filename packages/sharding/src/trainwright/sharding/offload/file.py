@@ -8,6 +8,7 @@ import os
 import tempfile
 import threading
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -76,14 +77,15 @@ class FileStore:
         """Bytes of the disk that the file has."""
         return self._reserved
 
-    def reserve(self, num_bytes: int) -> None:
-        """Have so much space on the disk that is not used yet.
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Have space on the disk for slots of these sizes, beside those that there are.
 
         Raises:
             OffloadError: The disk has not; what is there stays as it is.
         """
+        num_bytes = sum(_up(size) for size in sizes)
         with self._lock:
-            end = _up(self._used + num_bytes)
+            end = self._used + num_bytes
             if end <= self._reserved:
                 return
             try:
@@ -103,11 +105,11 @@ class FileStore:
             OffloadError: The disk is full.
         """
         size = numel * dtype.itemsize
-        self.reserve(_up(size))
+        self.reserve([size])
         with self._lock:
             start = self._used
             self._used += _up(size)
-        mapped = mmap.mmap(self._descriptor, _up(max(size, 1)), offset=start)
+        mapped = mmap.mmap(self._descriptor, _up(size), offset=start)
         tensor = torch.frombuffer(mapped, dtype=dtype, count=numel)
         return FileSlot(self, start, tensor)
 
@@ -170,4 +172,4 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _up(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT

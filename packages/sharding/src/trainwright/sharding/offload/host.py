@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import attrs
 import torch
@@ -31,7 +32,7 @@ class HostMemory:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.ledger = Ledger("host memory", limit_bytes)
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, sizes: Iterable[int]) -> None:
         """Nothing: memory is taken as it is asked for."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostSlot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -33,8 +33,8 @@ class Store(Protocol):
         """Counts the host memory that it holds."""
         ...
 
-    def reserve(self, num_bytes: int) -> None:
-        """Make sure that so many bytes can be allocated."""
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Make sure that slots of these sizes in bytes can be allocated."""
         ...
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Slot:

@@ -16,9 +16,6 @@ from trainwright.sharding.offload.protocol import StepUnit, Store
 from trainwright.sharding.offload.states import UnitStates
 from trainwright.sharding.offload.streaming import StatesStream
 
-_PAGE = 1 << 16
-"""More than what is lost at the end of a slot."""
-
 
 class OffloadedStep:
     """Steps an optimizer of offloaded parameters, with the results of its own ``step``.
@@ -136,7 +133,7 @@ class OffloadedStep:
     def _allocate(self, ranks: Communicator) -> None:
         problem = None
         try:
-            self._store.reserve(sum(states.num_bytes + _PAGE for states in self._held))
+            self._store.reserve(states.num_bytes for states in self._held if states.num_bytes)
             for states in self._held:
                 states.allocate(self._store)
         except OffloadError as error:
