@@ -13,6 +13,7 @@ from trainwright.collectives import CollectiveError
 from trainwright.integration import (
     checkpoint_command,
     data_command,
+    estimate_command,
     evaluate_command,
     export_command,
     generate_command,
@@ -77,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, parser_class=_Parser)
     checkpoint_command.add_parser(commands)
     data_command.add_parser(commands)
+    estimate_command.add_parser(commands)
     evaluate_command.add_parser(commands)
     export_command.add_parser(commands)
     generate_command.add_parser(commands)
@@ -95,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "checkpoint": checkpoint_command.run,
     "data": data_command.run,
+    "estimate": estimate_command.run,
     "evaluate": evaluate_command.run,
     "export": export_command.run,
     "generate": generate_command.run,

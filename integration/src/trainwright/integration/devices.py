@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 
 import attrs
 import torch
+
+from trainwright.integration.errors import ConfigError
 
 PEAK_OF_DTYPE = {
     "float32": "fp32",
@@ -33,7 +36,8 @@ class Device:
     Args:
         name: what it is called.
         pattern: what `torch.cuda.get_device_name` says, as a regular expression for all of it.
-        memory_gb: of the device, GB of 1e9 bytes.
+        memory_gb: of the device as its vendor says, GB of 1e9 bytes; what PyTorch finds is up to
+            a fifteenth more, and what context and communicators take goes off it.
         bandwidth_tb_s: of that memory.
         fp32, tf32, fp16, bf16, fp8: TFLOP/s.
     """
@@ -85,6 +89,29 @@ clock; V100 and A100 40 GB from NVIDIA's data sheets.
 def find_device(name: str) -> Device | None:
     """Return the device that PyTorch calls ``name``; None where it is not in the table."""
     return next((d for d in DEVICES if re.fullmatch(d.pattern, name)), None)
+
+
+def named_device(name: str) -> Device:
+    """Return the first device of the table whose name begins with ``name``, or is what PyTorch says.
+
+    Raises:
+        ConfigError: there is none; the nearest is offered.
+    """
+    wanted = _plain(name)
+    for device in DEVICES:
+        if wanted and _plain(device.name).startswith(wanted):
+            return device
+    found = find_device(name)
+    if found is not None:
+        return found
+    near = difflib.get_close_matches(wanted, [_plain(d.name) for d in DEVICES], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    known = ", ".join(device.name for device in DEVICES)
+    raise ConfigError(f"unknown device {name!r}; known are {known}{hint}")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]+", "", name).lower()
 
 
 def device_of(device: torch.device) -> Device | None:

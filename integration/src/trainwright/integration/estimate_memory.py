@@ -32,7 +32,7 @@ BLOCK_OF_LOSS = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
 def memory_of_rank(
-    config: RunConfig, shape: ModelShape, rank: int, *, device: str = "cuda", reserve: float = 0.0
+    config: RunConfig, shape: ModelShape, rank: int, *, kind: str = "cuda", reserve: float = 0.0
 ) -> RankMemory:
     """Return what a rank holds at the worst moment of a step.
 
@@ -40,7 +40,7 @@ def memory_of_rank(
         config: the settings, which fit the model.
         shape: the model's, with what the settings add.
         rank: which of the world.
-        device: "cpu" or "cuda": norms are one kernel on one of them only.
+        kind: of the device, "cpu" or "cuda": norms are one kernel on one of them only.
         reserve: share of everything else that fragmentation is given.
     """
     schedule = make_schedule(config)
@@ -48,7 +48,7 @@ def memory_of_rank(
     states = states_of_rank(config, shape, schedule, rank)
     numbers = list(states.slices)
     chunks = [Chunk(states.slices[n], states.buckets.get(n, ())) for n in numbers]
-    kept = kept_of(config, shape, places["tp"], device)
+    kept = kept_of(config, shape, places["tp"], kind)
     return memory(
         sizes_of(shape),
         chunks,
@@ -59,16 +59,16 @@ def memory_of_rank(
     )
 
 
-def kept_of(config: RunConfig, shape: ModelShape, tp_rank: int, device: str) -> KeptBytes:
+def kept_of(config: RunConfig, shape: ModelShape, tp_rank: int, kind: str) -> KeptBytes:
     """Return what a microbatch takes on a tensor rank."""
     tokens = Tokens(
         batch=config.sizes.micro_batch,
         sequence=-(-config.batch.sequence_length // config.parallel.mesh.cp),
         compute=policy(config.dtype).compute.itemsize,
         sequence_parallel=config.parallel.sequence_parallel,
-        fused_norms=device != "cpu",
+        fused_norms=kind != "cpu",
         segment=segment_of(config, shape),
-        block_of_loss=BLOCK_OF_LOSS[device],
+        block_of_loss=BLOCK_OF_LOSS[kind],
     )
     return decoder_bytes(sizes_of(shape), config.parallel.mesh, tokens, tp_rank=tp_rank)
 
