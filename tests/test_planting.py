@@ -75,12 +75,12 @@ def test_a_test_that_is_red_without_a_fault_has_caught_none() -> None:
     first, second, third = (_fault(str(number)) for number in range(3))
     found = {first: CAUGHT, second: attrs.evolve(CAUGHT, test="test_b"), third: MISSED}
 
-    sound = without_the_unsound(found, RedWithoutFault("test_b"))
+    *_, last = without_the_unsound(found, RedWithoutFault("test_b"))
 
-    assert {f.wrong: o.verdict for f, o in sound.items()} == {
-        "0": Verdict.CAUGHT,
-        "1": Verdict.BROKEN,
-        "2": Verdict.MISSED,
+    assert {f.wrong: (o.verdict, o.is_sound) for f, o in last.items()} == {
+        "0": (Verdict.CAUGHT, True),
+        "1": (Verdict.BROKEN, False),
+        "2": (Verdict.MISSED, False),
     }
 
 
@@ -107,12 +107,12 @@ def test_only_a_test_that_says_what_is_wrong_has_caught_a_fault(
     assert judge(code, failures, "").verdict is verdict
 
 
-def test_results_are_those_of_faults_that_are_still_the_same(tmp_path: Path) -> None:
+def test_results_stay_of_faults_that_were_caught_and_are_still_the_same(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    first, second = _fault("0"), _fault("1")
-    results.write(path, {first: CAUGHT, second: MISSED})
+    first, second, third = (_fault(str(number)) for number in range(3))
+    results.write(path, {first: CAUGHT, second: CAUGHT, third: MISSED})
 
-    found = results.read(path, [first, attrs.evolve(second, wrong="2"), _fault("3")])
+    found = results.read(path, [first, attrs.evolve(second, wrong="4"), third, _fault("3")])
 
     assert found == {first: CAUGHT}
 

@@ -43,9 +43,10 @@ def main(arguments: Sequence[str]) -> int:
             print(_line(fault, outcome), flush=True)
             if kept:
                 results.write(kept, found)
-        found = without_the_unsound(found, runners[0])
-    if kept:
-        results.write(kept, found)
+        for checked in without_the_unsound(found, runners[0]):
+            found = checked
+            if kept:
+                results.write(kept, found)
     print(report(found))
     return results.exit_code(found, KNOWN_MISSED)
 
@@ -71,7 +72,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the faults and end")
     parser.add_argument("--workers", type=int, default=1, help="how many faults at once")
     parser.add_argument("--out", type=Path, help="a file that keeps the results as JSON")
-    parser.add_argument("--resume", type=Path, help="go on from, and in, what such a file has")
+    parser.add_argument(
+        "--resume", type=Path, help="keep what such a file has as caught, and go on in it"
+    )
     parser.add_argument(
         "--all-tests",
         action="store_true",

@@ -17,7 +17,8 @@ from tools.mutants.tree import StaleFaultError, copy_sources, planted
 
 DEADLINE_S = 200.0
 SUITES_DEADLINE_S = 1800.0
-SOUND_DEADLINE_S = 3600.0
+SOUND_DEADLINE_S = 900.0
+TESTS_AT_ONCE = 20
 
 
 def copies(folder: Path, number: int) -> list[Path]:
@@ -80,23 +81,24 @@ class RunsTests(Protocol):
         ...
 
 
-def without_the_unsound(found: Mapping[Fault, Outcome], runner: RunsTests) -> dict[Fault, Outcome]:
-    """Run the tests that went red once more, on the right text.
+def without_the_unsound(
+    found: Mapping[Fault, Outcome], runner: RunsTests
+) -> Iterator[dict[Fault, Outcome]]:
+    """Run the tests that went red once more, on the right text; give what is known as it comes.
 
     A test that is red there too has seen no fault: what it caught counts as broken.
     """
+    known = dict(found)
     caught = (Verdict.CAUGHT, Verdict.CAUGHT_LATER)
-    named = sorted({o.test for o in found.values() if o.verdict in caught})
-    sound = dict(found)
-    while named:
+    while open_ones := [f for f, o in known.items() if o.verdict in caught and not o.is_sound]:
+        named = sorted({known[fault].test for fault in open_ones})[:TESTS_AT_ONCE]
         again = runner.run(named, SOUND_DEADLINE_S)
-        if again.verdict == Verdict.MISSED:
-            break
-        if again.test not in named:
+        if again.verdict != Verdict.MISSED and again.test not in named:
             raise SystemExit(f"the right text could not be tested: {again.test} {again.says}")
-        named.remove(again.test)
         says = f"red on the right text as well: {again.says}"
-        for fault, outcome in found.items():
-            if outcome.test == again.test:
-                sound[fault] = attrs.evolve(outcome, verdict=Verdict.BROKEN, says=says)
-    return sound
+        for fault in open_ones:
+            if again.verdict == Verdict.MISSED and known[fault].test in named:
+                known[fault] = attrs.evolve(known[fault], is_sound=True)
+            elif again.verdict != Verdict.MISSED and known[fault].test == again.test:
+                known[fault] = attrs.evolve(known[fault], verdict=Verdict.BROKEN, says=says)
+        yield dict(known)

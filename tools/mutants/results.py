@@ -32,14 +32,16 @@ def write(path: Path, found: Mapping[Fault, Outcome]) -> None:
 
 
 def read(path: Path, faults: Sequence[Fault]) -> dict[Fault, Outcome]:
-    """Return the results of faults that are still what they were."""
+    """Return the results of faults that were caught and are still what they were."""
     rows = {row["mark"]: row for row in json.loads(path.read_text())}
     fields = [field.name for field in attrs.fields(Outcome)]
     found = {}
     for fault in faults:
         if row := rows.get(mark(fault)):
-            values = {name: row[name] for name in fields} | {"verdict": Verdict(row["verdict"])}
-            found[fault] = Outcome(**values)
+            values = {name: row[name] for name in fields if name in row}
+            outcome = Outcome(**values | {"verdict": Verdict(row["verdict"])})
+            if outcome.verdict.is_caught:
+                found[fault] = outcome
     return found
 
 

@@ -56,6 +56,7 @@ class Outcome:
         says: the first line of its error.
         seconds: by the clock.
         processor_seconds: of all processes.
+        is_sound: whether that test is green on the right text.
     """
 
     verdict: Verdict
@@ -63,6 +64,7 @@ class Outcome:
     says: str = ""
     seconds: float = 0.0
     processor_seconds: float = 0.0
+    is_sound: bool = False
 
 
 class Runner:
