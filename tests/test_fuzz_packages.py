@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests import fuzz_checkpoints, fuzz_exchange, fuzz_plans
+from tests import fuzz_checkpoints, fuzz_exchange, fuzz_plans, fuzz_states
 from tests.fuzzing import PARTS, SAMPLE, fuzz
 
-READERS = {**fuzz_checkpoints.READERS, **fuzz_exchange.READERS, **fuzz_plans.READERS}
+READERS = {
+    **fuzz_checkpoints.READERS,
+    **fuzz_exchange.READERS,
+    **fuzz_plans.READERS,
+    **fuzz_states.READERS,
+}
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -530,6 +530,40 @@ def test_an_incomplete_state_is_refused_and_changes_nothing(entry):
     assert scaler.state_dict() == before
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"scale": "8.0"},
+        {"scale": None},
+        {"scale": 10**400},
+        {"growth_factor": "2"},
+        {"backoff_factor": []},
+        {"num_applied": -1},
+        {"num_skipped": 0.5},
+        {"_growth_tracker": None},
+        {"_growth_tracker": float("inf")},
+        {"_hysteresis_tracker": {}},
+        {"min_scale": float("nan")},
+        {"min_scale": "1"},
+    ],
+)
+def test_a_state_with_a_value_of_another_kind_is_refused_and_changes_nothing(damage):
+    scaler = DynamicLossScaler(64.0)
+    before = scaler.state_dict()
+
+    with pytest.raises(PrecisionError, match=next(iter(damage))):
+        scaler.load_state_dict({**DynamicLossScaler(2.0).state_dict(), **damage})
+
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("make", [DynamicLossScaler, UnitLossScaler, lambda: StaticLossScaler(4.0)])
+def test_what_is_no_dictionary_is_no_state_of_a_scaler(make):
+    for state in (None, 7, "scale", ["scale"]):
+        with pytest.raises(PrecisionError, match="state"):
+            make().load_state_dict(state)
+
+
 def test_a_unit_scaler_refuses_the_state_of_another_scale():
     with pytest.raises(PrecisionError, match="resume with the scaler"):
         UnitLossScaler().load_state_dict(StaticLossScaler(8.0).state_dict())

@@ -288,6 +288,18 @@ def test_a_watch_that_cannot_compare_says_so():
         UpdateWatch([("w", weight.half())], torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "state",
+    [7, [], {"loss": 7}, {"loss": [7]}, {"loss": [[0]]}, {"loss": [[0.5, 1.0]]}, {"a": [[0, "1"]]}],
+)
+def test_what_is_no_history_of_scales_is_refused_and_changes_nothing(state):
+    history = ScaleHistory()
+    history.record(1, {"loss": 2.0})
+    with pytest.raises(PrecisionError):
+        history.load_state_dict(state)
+    assert history.changes("loss") == ((1, 2.0),)
+
+
 def test_a_history_keeps_the_changes_of_scales_through_a_restart():
     history = ScaleHistory(max_changes=3)
     for step, scale in enumerate([4.0, 4.0, 2.0, 2.0, 8.0, 1.0]):

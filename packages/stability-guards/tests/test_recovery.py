@@ -27,6 +27,7 @@ from trainwright.stability_guards import (
     Verdict,
     any_of,
     check_not_abandoned,
+    default_guards,
     shared_journal,
 )
 
@@ -278,6 +279,49 @@ def test_all_ranks_go_back_alike_and_one_journal_file_serves_them(tmp_path):
 def test_plans_that_are_none_are_refused(entry):
     with pytest.raises(GuardError, match=f"{next(iter(entry))} must be a whole number"):
         RecoveryPlan(**entry)
+
+
+def _changed(state, path, value):
+    if not path:
+        return value
+    copy = list(state) if isinstance(state, list) else dict(state)
+    copy[path[0]] = _changed(state[path[0]], path[1:], value)
+    return copy
+
+
+WINDOW = ("guard", "guards", 2, "guard", "loss")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ((), 7),
+        (("guard",), {}),
+        (("guard", "guards"), []),
+        (("guard", "guards", 0, "total"), "many"),
+        (("guard", "guards", 0), {"consecutive": 0, "reason": ""}),
+        ((*WINDOW, "ordered"), [1.0, 0.5]),
+        ((*WINDOW, "recent"), [{}]),
+        ((*WINDOW, "next"), 9),
+        (("position",), None),
+        (("journalled",), -1),
+        (("batches",), [[["a", 1]]]),
+        (("marks",), {"first": {}}),
+        (("marks",), {"0": {"position": 0, "batches": []}}),
+    ],
+)
+def test_a_state_that_these_guards_cannot_go_on_from_is_refused_and_changes_nothing(path, value):
+    run = Run(MemoryJournal(), RecoveryPlan(), guard=default_guards())
+    run.recovery.begin(0)
+    for _ in range(3):
+        run.step()
+    state = run.recovery.state_dict()
+    run.recovery.load_state_dict(json.loads(json.dumps(state)))
+
+    with pytest.raises(GuardError):
+        run.recovery.load_state_dict(_changed(json.loads(json.dumps(state)), path, value))
+
+    assert run.recovery.state_dict() == state
 
 
 class RecoveryMachine(RuleBasedStateMachine):

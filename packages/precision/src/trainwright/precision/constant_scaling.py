@@ -49,7 +49,7 @@ class UnitLossScaler(ScalerInALoop):
         Raises:
             PrecisionError: the state is one of a scaler whose scale is not 1.
         """
-        if state_dict.get("scale", 1.0) != 1.0:
+        if isinstance(state_dict, Mapping) and state_dict.get("scale", 1.0) != 1.0:
             raise PrecisionError(
                 f"the state holds scale={state_dict['scale']}, but a UnitLossScaler's is 1; "
                 "resume with the scaler that was saved"

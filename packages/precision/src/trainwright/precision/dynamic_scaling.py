@@ -24,6 +24,8 @@ from trainwright.precision.protocol import SteppableOptimizer
 from trainwright.precision.scale_settings import (
     Hysteresis,
     Settings,
+    as_count,
+    as_float,
     positive_float32,
     to_float32,
 )
@@ -160,15 +162,21 @@ class DynamicLossScaler(ScalerInALoop):
         """
         own = {**attrs.asdict(self._settings), "min_scale": self._min_scale}
         optional = {key: own[key] for key in ("hysteresis", "hysteresis_refills", "min_scale")}
+        if not isinstance(state_dict, Mapping):
+            raise PrecisionError(f"a state must be a dictionary, got {state_dict!s:.80}")
         state = {**optional, **state_dict}
         names = [field.name for field in attrs.fields(Settings)]
         missing = [key for key in [*names, "_growth_tracker"] if key not in state]
         if missing:
             raise PrecisionError(f"the state of a DynamicLossScaler must hold {missing}")
         settings = Settings(*(state[name] for name in names))
-        tracker = int(state["_growth_tracker"])
-        left = int(state.get("_hysteresis_tracker", settings.hysteresis))
-        min_scale = float(state["min_scale"])
+        tracker = as_count("_growth_tracker", state["_growth_tracker"])
+        left = as_count(
+            "_hysteresis_tracker", state.get("_hysteresis_tracker", settings.hysteresis)
+        )
+        min_scale = as_float("min_scale", state["min_scale"])
+        if not 0.0 <= min_scale < float("inf"):
+            raise PrecisionError(f"min_scale must be finite and at least 0, got {min_scale}")
         super().load_state_dict(state)
         self._ahead = None
         self._settings = settings

@@ -13,7 +13,7 @@ from trainwright.collectives import Communicator, ReduceOp
 from trainwright.precision.errors import PrecisionError, ScalerOrderError
 from trainwright.precision.gradients import refuse_lonely_decision, unscale_gradients_
 from trainwright.precision.protocol import SteppableOptimizer
-from trainwright.precision.scale_settings import positive_float32
+from trainwright.precision.scale_settings import as_count, positive_float32
 
 
 class Stage(enum.Enum):
@@ -195,15 +195,20 @@ class ScalerInALoop:
         """Take over settings, scale and counters, and forget an unfinished iteration.
 
         Raises:
-            PrecisionError: no scale in the state, or one that is not positive and finite.
+            PrecisionError: no scale in the state, or one that is not positive and finite, or a
+                count that is none; nothing is changed then.
         """
-        if "scale" not in state_dict:
+        if not isinstance(state_dict, Mapping) or "scale" not in state_dict:
             raise PrecisionError(
-                f"the state of a loss scaler must hold 'scale', got {sorted(state_dict)}"
+                f"the state of a loss scaler must hold 'scale', got {state_dict!s:.80}"
             )
-        self._set_scale(positive_float32("scale", state_dict["scale"]))
-        self._num_applied = int(state_dict.get("num_applied", 0))
-        self._num_skipped = int(state_dict.get("num_skipped", 0))
+        scale = positive_float32("scale", state_dict["scale"])
+        applied, skipped = (
+            as_count(name, state_dict.get(name, 0)) for name in ("num_applied", "num_skipped")
+        )
+        self._set_scale(scale)
+        self._num_applied = applied
+        self._num_skipped = skipped
         self._forget_iteration()
 
     def _begin_step(

@@ -7,7 +7,8 @@ elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -17,7 +18,10 @@ from trainwright.stability_guards.journal import Intervention, Journal, left_out
 from trainwright.stability_guards.positions import Positions
 from trainwright.stability_guards.protocol import Guard, Report, State, Verdict
 from trainwright.stability_guards.recovery_plan import BatchSource, RecoveryPlan
+from trainwright.stability_guards.running import check_windows
 from trainwright.stability_guards.snapshots import Snapshot
+
+_TRIED = ((1.0, 1.0, 1), (1e30, 1e30, 1), (math.nan, math.inf, 1), (0.0, 0.0, 0))
 
 
 class Recovery:
@@ -158,11 +162,37 @@ class Recovery:
         Raises:
             AbandonedStateError: the checkpoint was made of training that a rollback journalled
                 later has taken back; nothing has been changed, resume from an older one.
+            GuardError: the state is not one of a Recovery with these guards; nothing has been
+                changed.
         """
-        check_not_abandoned(state, self._journal.entries)
-        self._guard_state = state["guard"]
-        self._batches = [Positions.from_json(batch) for batch in state["batches"]]
-        self._marks = {int(step): mark for step, mark in state["marks"].items()}
+        try:
+            check_not_abandoned(state, self._journal.entries)
+            self._check_guard(state["guard"])
+            batches = [Positions.from_json(batch) for batch in state["batches"]]
+            marks = {int(step): self._mark(mark) for step, mark in state["marks"].items()}
+        except GuardError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise GuardError(
+                f"the state is not one of a Recovery with these guards: {error!r:.200}; resume "
+                "with the guards that were saved, or without the state"
+            ) from error
+        self._guard_state, self._batches, self._marks = state["guard"], batches, marks
+
+    def _mark(self, mark: Any) -> dict[str, Any]:
+        self._check_guard(mark["guard"])
+        for batch in mark["batches"]:
+            Positions.from_json(batch)
+        _count(mark, "position")
+        return dict(mark)
+
+    def _check_guard(self, state: State) -> None:
+        check_windows(state)
+        self._guard.reason(state)
+        # A guard leaves its arguments alone, so that a try tells whether it can go on from these.
+        for loss, norm, tokens in _TRIED:
+            after, _ = self._guard.update(state, Report(0, loss, norm, tokens=tokens))
+            self._guard.reason(after)
 
     def _take(self, step: int) -> None:
         # Marked first, for snapshots that store this object's state too.
@@ -229,9 +259,10 @@ def check_not_abandoned(state: State, entries: Sequence[Intervention]) -> None:
 
     Raises:
         AbandonedStateError: one has; the message says which.
-        GuardError: the journal is shorter than it was then, so it is not the checkpoint's.
+        GuardError: the journal is shorter than it was then, so it is not the checkpoint's; or the
+            state is none.
     """
-    known, position = state["journalled"], state["position"]
+    known, position = (_count(state, name) for name in ("journalled", "position"))
     if len(entries) < known:
         raise GuardError(
             f"the checkpoint was made after {known} interventions, but the journal has "
@@ -251,3 +282,10 @@ def _attempt(entry: Intervention, entries: Sequence[Intervention], settled_after
     if not rollbacks or entry.updates > rollbacks[-1].updates + settled_after:
         return 1
     return rollbacks[-1].attempt + 1
+
+
+def _count(state: State, name: str) -> int:
+    found = state.get(name) if isinstance(state, Mapping) else None
+    if type(found) is not int or found < 0:
+        raise GuardError(f"the state of a Recovery must hold {name}, a whole number, got {found!r}")
+    return found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from trainwright.stability_guards.errors import GuardError
 
 _IQR_OF_NORMAL = 1.349  # the distance between the quartiles of a normal distribution, in sigmas
 
@@ -25,6 +28,38 @@ def with_value(window: Mapping[str, Any], value: float, size: int) -> dict[str, 
         place = (place + 1) % size
     insort(ordered, value)
     return {"recent": recent, "ordered": ordered, "next": place}
+
+
+def check_windows(state: object) -> None:
+    """Raise unless every window in a guard's state, at any depth, could have been made here.
+
+    Raises:
+        GuardError: One holds something else than finite numbers, or these in another order.
+    """
+    if isinstance(state, Mapping):
+        if state.keys() == no_values().keys():
+            _check_window(state)
+        for part in state.values():
+            check_windows(part)
+    elif isinstance(state, list | tuple):
+        for part in state:
+            check_windows(part)
+
+
+def _check_window(window: Mapping[str, Any]) -> None:
+    recent, ordered, place = window["recent"], window["ordered"], window["next"]
+    is_whole = (
+        isinstance(recent, list | tuple)
+        and all(type(value) in (int, float) and math.isfinite(value) for value in recent)
+        and list(ordered) == sorted(recent)
+        and type(place) is int
+        and 0 <= place < max(len(recent), 1)
+    )
+    if not is_whole:
+        raise GuardError(
+            "a window of a guard's state must hold finite numbers, the same ones in order, and the "
+            f"place of the oldest, got {window!s:.120}"
+        )
 
 
 def count_of(window: Mapping[str, Any]) -> int:

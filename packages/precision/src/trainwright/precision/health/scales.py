@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from trainwright.precision.errors import PrecisionError
+from trainwright.precision.scale_settings import as_count, as_float
 
 from .counting import table
 
@@ -60,11 +61,24 @@ class ScaleHistory:
         return {name: [list(c) for c in found] for name, found in self._changes.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a history; keep of it what ``max_changes`` allows."""
-        self._changes = {
-            name: [(int(step), float(scale)) for step, scale in found][-self.max_changes :]
-            for name, found in state_dict.items()
-        }
+        """Take over a history; keep of it what ``max_changes`` allows.
+
+        Raises:
+            PrecisionError: it is none; nothing is changed then.
+        """
+        try:
+            self._changes = {
+                name: [
+                    (as_count("a step", step), as_float("a scale", scale)) for step, scale in found
+                ][-self.max_changes :]
+                for name, found in state_dict.items()
+                if found
+            }
+        except (TypeError, ValueError, AttributeError) as error:
+            raise PrecisionError(
+                "a history of scales must hold lists of [step, scale] by name, got "
+                f"{state_dict!s:.80}: {error}"
+            ) from error
 
     def __str__(self) -> str:
         """Return a table with a line a scale."""
