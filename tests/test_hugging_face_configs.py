@@ -165,12 +165,12 @@ def test_a_folder_without_a_config_that_can_be_read_is_refused(
 @pytest.mark.parametrize(
     ("shape", "what"),
     [
-        (PRESETS["tiny-moe"], "other experts"),
+        (PRESETS["tiny-moe"], "qwen2_moe: it has shared_gate=True, not False"),
         (ModelShape(norm="layer"), "gpt2: config.json: n_positions is missing"),
-        (ModelShape(qkv_bias=True, mlp_bias=True), "llama: other output_bias"),
+        (ModelShape(qkv_bias=True, mlp_bias=True), "llama: it has output_bias=True, not"),
         (
             ModelShape(experts=ExpertShape(Routing(4, 2, capacity_factor=2.0), 8)),
-            "mixtral: other experts",
+            r"mixtral: it has capacity_factor=None, not 2\.0",
         ),
     ],
 )

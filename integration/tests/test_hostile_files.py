@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,7 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.data import DataChoice, open_data, prepare_data
 from trainwright.integration.data.choice import parse_paths
 from trainwright.integration.data.learned import read_tokenizer, train_bpe
+from trainwright.integration.data.sources.text import pieces_of
 from trainwright.integration.errors import ConfigError, DataError, RunFolderError
 from trainwright.integration.hugging_face import read_config
 from trainwright.integration.outside_files import read_object, read_text
@@ -111,6 +113,63 @@ def test_names_that_no_file_can_have_are_names_of_nothing(tmp_path: Path) -> Non
         with pytest.raises(ConfigError):
             read_tokenizer(Path(name))
     assert [str(each.path) for each in parse_paths(f"{long}@1,b@2")] == [long, "b"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "word"),
+    [
+        ({"text_field": "body"}, "--text-field body names a field .* of format text has none"),
+        ({"token_dtype": "uint32"}, "--token-dtype uint32 says what nanoGPT's files hold"),
+        ({"text_field": "body", "format": "nanogpt"}, "of format nanogpt has none"),
+    ],
+)
+def test_options_that_the_data_gives_no_effect_are_refused(
+    tmp_path: Path, choice: dict[str, str], word: str
+) -> None:
+    (tmp_path / "text.txt").write_text("text\n" * 99)
+    with pytest.raises(ConfigError, match=word):
+        prepare_data(DataChoice(data=str(tmp_path / "text.txt"), **choice), tmp_path / "out")
+
+
+def test_a_share_to_hold_out_of_tokens_that_were_cut_before_is_refused(prepared: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--held-out-share 0\.2 has no effect on folders"):
+        prepare_data(DataChoice(data=str(prepared), held_out_share=0.2), prepared / "out")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_line_is_no_longer_than_memory_has_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    monkeypatch.setattr("trainwright.integration.data.sources.jsonl.LONGEST_LINE", 1_000)
+    content = b'{"text": "short"}\n' + b'{"text": "' + b"x" * 2_000 + b'"}\n'
+    path = tmp_path / f"d.jsonl{'.gz' if packed else ''}"
+    path.write_bytes(gzip.compress(content) if packed else content)
+    with pytest.raises(DataError, match="line 2 has more than 1000 bytes; write a document a"):
+        prepare_data(DataChoice(data=str(path)), tmp_path / "out")
+
+
+def test_a_text_without_line_ends_is_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainwright.integration.data.sources.files.BLOCK", 64)
+    for text in ("ab " * 300, "\U0001f600" * 200, "x" * 900, "ü" * 300 + "\n" + "y " * 200):
+        (tmp_path / "d.txt").write_text(text)
+        pieces = list(pieces_of(tmp_path / "d.txt"))
+        assert b"".join(pieces).decode() == text
+        assert len(pieces) > 3
+        assert max(map(len, pieces)) <= 4 * 64 or "\n" in text
+        for piece in pieces:
+            piece.decode()
+
+
+def test_files_whose_names_are_no_text_are_read_like_others(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(9):
+        (folder / os.fsdecode(b"\xff%d.txt" % number)).write_text("a text\n")
+    data = prepare_data(DataChoice(data=str(folder)), tmp_path / "out")
+    assert data.files == 9
+    assert open_data(tmp_path / "out").files == 9
 
 
 def _arrow(folder: Path) -> Path:

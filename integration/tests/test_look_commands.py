@@ -141,13 +141,33 @@ def test_a_folder_is_trained_on_with_its_own_tokenizer_and_written_back(
     arguments = ["--model", str(tmp_path / "given"), "--lr", "1e-30", "--steps", "1"]
     arguments += ["--data", str(LICENSE), "--layout", "tp=2", "--out", str(tmp_path / "run")]
 
-    begun = json.loads(said(capsys, "train", *arguments, *SETTINGS[:-2], "--json"))
+    capsys.readouterr()
+    assert main(["train", *arguments, *SETTINGS[:-2], "--json"]) == 0
+    told = capsys.readouterr()
+    begun = json.loads(told.out)
 
     assert math.isclose(begun["held_out_loss"], summary["held_out_loss"], rel_tol=1e-9)
+    assert "keys of config.json that change nothing here: architectures, " in told.err
+    # From here on the run stands alone.
+    given = (tmp_path / "given").rename(tmp_path / "aside")
     said(capsys, "export", str(tmp_path / "run"), str(tmp_path / "back"))
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         written = (tmp_path / "back" / name).read_text()
-        assert json.loads(written) == json.loads((tmp_path / "given" / name).read_text())
+        assert json.loads(written) == json.loads((given / name).read_text())
+    kept = (tmp_path / "run" / "data" / "0.train.safetensors").stat().st_mtime_ns
+    resume = ["train", "--resume", str(tmp_path / "run"), "--threads-as-ranks", "--json"]
+    resumed = json.loads(said(capsys, *resume, "--layout", "pp=2", "--steps", "2"))
+    assert math.isclose(resumed["held_out_loss"], summary["held_out_loss"], rel_tol=1e-9)
+    assert (tmp_path / "run" / "data" / "0.train.safetensors").stat().st_mtime_ns == kept
+    moved = str((tmp_path / "run").rename(tmp_path / "moved"))
+    assert math.isclose(
+        json.loads(said(capsys, "evaluate", moved, "--json"))["loss"],
+        summary["held_out_loss"],
+        rel_tol=1e-9,
+    )
+    assert said(capsys, "generate", moved, "--prompt", "a", "--tokens", "2").startswith("a")
+    # Another model is still refused.
+    assert main([*resume[:2], moved, "--threads-as-ranks", "--model", "tiny-moe"]) != 0
     weights, back = (
         load_file(folder / "model.safetensors") for folder in (exported, tmp_path / "back")
     )

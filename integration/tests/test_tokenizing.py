@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,70 @@ def test_what_was_left_is_taken_only_if_it_is_of_the_same_and_whole(tmp_path: Pa
     file.unlink()
     with pytest.raises(DataError, match="cannot read the token file"):
         open_data(out)
+
+
+def test_data_that_looks_as_it_did_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = _text_folder(tmp_path / "texts"), tmp_path / "prepared"
+    choice = DataChoice(data=str(folder), tokenizer="bpe:300")
+    right = prepare_data(choice, out).checksum
+    reads: list[str] = []
+    for module, name in (("finding", "fingerprint_of"), ("preparation", "checksum_of")):
+        place = f"trainwright.integration.data.{module}.{name}"
+        monkeypatch.setattr(place, lambda *_, name=name: reads.append(name) or "")
+    monkeypatch.setattr(
+        "trainwright.integration.data.sources.text.is_text", lambda path: not reads.append("text")
+    )
+
+    left = left_there(choice, out)
+
+    assert left is not None
+    assert left.checksum == right
+    assert reads == []
+    # What has been touched is read, whether it has changed or not.
+    os.utime(folder / "000.txt", (1, 1))
+    left_there(choice, out)
+    assert "text" in reads
+    reads.clear()
+    monkeypatch.undo()
+    assert left_there(choice, out) is not None
+    kept = out / "0.train.safetensors"
+    content = kept.read_bytes()
+    kept.write_bytes(content[:1500] + bytes([content[1500] ^ 1]) + content[1501:])
+    assert left_there(choice, out) is None
+
+
+def test_damaged_tokens_of_a_folder_are_not_trained_on(tmp_path: Path) -> None:
+    folder = tmp_path / "tokens"
+    prepare_data(DataChoice(data=str(_text_folder(tmp_path / "texts"))), folder)
+    prepare_data(DataChoice(data=str(folder)), tmp_path / "sound")
+    kept = folder / "0.train.safetensors"
+    content = kept.read_bytes()
+    kept.write_bytes(content[:1500] + b"x" + content[1501:])
+    with pytest.raises(DataError, match="are damaged; tokenise the data anew"):
+        prepare_data(DataChoice(data=str(folder)), tmp_path / "out")
+
+
+def test_what_is_held_out_of_a_few_sources_goes_by_their_weights(tmp_path: Path) -> None:
+    for name, share in (("a", 0.0), ("b", 0.1), ("c", 0.1)):
+        text = DataChoice(data=str(_text_folder(tmp_path / f"texts-{name}")), held_out_share=share)
+        prepare_data(text, tmp_path / name)
+    mixed = ",".join(
+        f"{tmp_path / name}@{weight}" for name, weight in zip("abc", "213", strict=True)
+    )
+
+    data = prepare_data(DataChoice(data=mixed), tmp_path / "mixed")
+    alone = prepare_data(
+        DataChoice(data=mixed, held_out=str(tmp_path / "a")), tmp_path / "held-out"
+    )
+
+    assert len(data.train) == 3
+    assert len(data.held_out) == 2
+    assert len(data.held_out_rows(8, 8).tokens_NS) == 8
+    # What is held out by name is all that is.
+    assert [tokens.what for tokens in alone.held_out] == ["held-out part"]
+    assert len(alone.held_out[0]) == len(data.train[0])
 
 
 def test_an_interrupted_preparation_leaves_no_manifest_and_is_made_anew(

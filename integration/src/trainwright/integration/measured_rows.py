@@ -16,6 +16,7 @@ import torch
 from trainwright.collectives import Communicator, broadcast_object
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import (
+    DataChoice,
     Rows,
     Sequence,
     Sequences,
@@ -24,6 +25,8 @@ from trainwright.integration.data import (
     prepare_data,
     spread,
 )
+from trainwright.integration.data.choice import format_of
+from trainwright.integration.data.finding import unused_in
 from trainwright.integration.data.learned import FILE, LearnedTokenizer
 from trainwright.integration.data.preparation import READING_S
 from trainwright.integration.data.tokenizer import Tokenizer
@@ -117,8 +120,21 @@ def all_of(
         tokenizer=spec,
         end_token=end_token,
     )
+    choice = _with_what_has_effect(choice)
     found = prepare_data(choice, folder / "data")
     return _chosen(found.train, found.packing, config, count)
+
+
+def _with_what_has_effect(choice: DataChoice) -> DataChoice:
+    """Return a run's choice for other data, without what was said of fields and files it lacks."""
+    kinds = {format_of(path.place, choice.format) for path in choice.paths}
+    said = {name.split()[0] for name in unused_in(choice, kinds)}
+    usual = DataChoice()
+    if "--text-field" in said:
+        choice = attrs.evolve(choice, text_field=usual.text_field)
+    if "--token-dtype" in said:
+        choice = attrs.evolve(choice, token_dtype=usual.token_dtype)
+    return choice
 
 
 def _chosen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -145,7 +146,9 @@ class Parts:
         """
         folder = self.config.model.weights
         if folder is not None:
-            load_(self.model, self.config.model.shape, folder, self.mesh.world)
+            loaded = load_(self.model, self.config.model.shape, folder, self.mesh.world)
+            if self.mesh.world.rank == 0:
+                sys.stderr.write(f"{folder}: {loaded}\n")
         return Progress()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,10 +16,11 @@ from trainwright.integration.data.learned import FILE, read_tokenizer
 from trainwright.integration.data.manifest import MANIFEST, read_manifest
 from trainwright.integration.data.tokenizer import ByteTokenizer, Tokenizer
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.kept_origin import CONFIG, DATA, kept_origin
 from trainwright.integration.loading import StandingModel, load_run, standing_settings
 from trainwright.integration.model import PRESETS, ModelShape
 from trainwright.integration.outside_files import read_object
-from trainwright.integration.run_folder import CONFIG, DATA, IDENTITY, RunFolder
+from trainwright.integration.run_folder import IDENTITY, RunFolder
 
 USUAL_LENGTH = 1024
 """Positions a sequence has where nothing says how many a model was trained with."""
@@ -90,7 +92,7 @@ class RunPlace:
     def origin(self) -> Path | None:
         """Return the folder that the run was given as its model."""
         model = self._stored().model.model
-        return None if model in PRESETS else Path(model)
+        return kept_origin(self.path) or (None if model in PRESETS else Path(model))
 
     def load(self, parts: StandingModel, step: int | None) -> str:
         """Load a checkpoint."""
@@ -141,7 +143,10 @@ class HuggingFacePlace:
         """Load the safetensors, of which there is one state."""
         if step is not None:
             raise ConfigError(f"--step {step}: {self.path} is no run, and has no steps")
-        hugging_face.load_(parts.model, self.shape(), self.path, parts.mesh.world)
+        world = parts.mesh.world
+        loaded = hugging_face.load_(parts.model, self.shape(), self.path, world)
+        if world.rank == 0:
+            sys.stderr.write(f"{self.path}: {loaded}\n")
         return str(self.path)
 
 

@@ -13,8 +13,9 @@ from trainwright.collectives import Communicator, broadcast_object
 from trainwright.integration.aside import write_aside
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Dataset, prepare_data
+from trainwright.integration.data.finding import find_sources
 from trainwright.integration.data.learned import FILE, LearnedTokenizer
-from trainwright.integration.data.preparation import READING_S, find_sources, left_there
+from trainwright.integration.data.preparation import READING_S, left_there
 from trainwright.integration.errors import TrainwrightError
 from trainwright.integration.run_folder import CONFIG, DATA, RunFolder
 from trainwright.integration.settings.resolved import resolved

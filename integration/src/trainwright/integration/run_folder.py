@@ -18,9 +18,11 @@ import attrs
 from trainwright.integration.aside import write_aside
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import RunFolderError
+from trainwright.integration.kept_origin import CONFIG as CONFIG
+from trainwright.integration.kept_origin import DATA as DATA
+from trainwright.integration.kept_origin import keep_origin, own_settings
 from trainwright.integration.outside_files import number, parse_json, read_object
 
-CONFIG = "config.json"
 IDENTITY = "run.json"
 LOCK = "lock"
 WRITER = "lock.first-rank"
@@ -31,7 +33,6 @@ ABOUT = "about.json"
 SUMMARY = "summary.json"
 TENSORBOARD = "tensorboard"
 JOURNAL = "journal.jsonl"
-DATA = "data"
 CHECKPOINTS = "checkpoints"
 PLOT = "loss.png"
 
@@ -107,6 +108,7 @@ class RunFolder:
         self.check_free()
         try:
             self._identify(Identity(run=secrets.token_hex(8), data=data))
+            keep_origin(self.path, config)
             # The last thing written: with it the folder holds a run.
             config.save(self.path / CONFIG)
         except OSError as error:
@@ -190,7 +192,7 @@ class RunFolder:
         """
         if not os.path.exists(self.path / CONFIG):
             raise RunFolderError(f"{self.path} holds no run to resume: {CONFIG} is missing")
-        return RunConfig.load(self.path / CONFIG)
+        return own_settings(self.path, RunConfig.load(self.path / CONFIG))
 
     def rewind(self, step: int) -> None:
         """Forget what is known of steps after ``step``: the resumed run makes these steps again.

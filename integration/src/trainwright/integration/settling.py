@@ -62,6 +62,9 @@ def settle(
         raise ConfigError(f"--out {out} contradicts --resume {resume}; a resumed run stays there")
     stored = RunFolder(Path(resume)).config()
     check_continuable(stored, given)
+    if given.get("model") in PRESETS:
+        # What the run has kept says what another model was.
+        given = {"model_config": None, **given}
     return stored.evolve(**given), resume, True
 
 

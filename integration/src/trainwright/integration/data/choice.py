@@ -12,7 +12,7 @@ import attrs
 
 from trainwright.integration.data.manifest import MANIFEST
 from trainwright.integration.data.sources.files import walk
-from trainwright.integration.data.sources.jsonl import SUFFIXES, JsonLines
+from trainwright.integration.data.sources.jsonl import SUFFIXES, json_lines
 from trainwright.integration.data.sources.megatron import prefix_of
 from trainwright.integration.data.sources.nanogpt import TOKEN_DTYPES
 from trainwright.integration.data.sources.record import Source
@@ -207,7 +207,7 @@ def open_source(path: WeightedPath, choice: DataChoice) -> Source:
     place, kind = path.place, format_of(path.place, choice.format)
     column = "messages" if choice.chat and choice.text_field == "text" else choice.text_field
     if kind == "jsonl":
-        return JsonLines(place, column, chat=choice.chat)
+        return json_lines(place, column, chat=choice.chat)
     if kind == "parquet":
         return parquet_files(place, column, chat=choice.chat)
     if kind == "datasets":

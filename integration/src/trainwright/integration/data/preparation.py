@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import attrs
 import numpy as np
 
-from trainwright.integration.data.choice import (
-    TOKENISED,
-    DataChoice,
-    WeightedPath,
-    format_of,
-    open_source,
-)
+from trainwright.integration.aside import write_aside
+from trainwright.integration.data.choice import DataChoice, format_of
 from trainwright.integration.data.dataset import Dataset
 from trainwright.integration.data.encoding import encoded
+from trainwright.integration.data.finding import GLIMPSE, Found, find_sources, glimpse, key_of
 from trainwright.integration.data.headless import headless_entry
 from trainwright.integration.data.learned import (
     FILE,
@@ -36,56 +28,14 @@ from trainwright.integration.data.manifest import (
     read_manifest,
 )
 from trainwright.integration.data.source_entry import HELD_OUT, TRAIN, SourceEntry
-from trainwright.integration.data.sources.files import fingerprint_of
-from trainwright.integration.data.sources.megatron import prefix_of
 from trainwright.integration.data.sources.record import Document, Record, Source
 from trainwright.integration.data.token_file import token_path, written_tokens
 from trainwright.integration.data.tokenizer import BYTES, Tokenizer
 from trainwright.integration.errors import ConfigError, DataError
+from trainwright.integration.outside_files import read_text
 
 READING_S = 24 * 3600.0
 """How long ranks wait for the one that reads for all: much text is tokenised for hours."""
-
-
-@attrs.frozen(eq=False)
-class Found:
-    """A source of a run.
-
-    Args:
-        path: where it is, and its weight.
-        kind: its format.
-        role: ``train``, or ``held-out`` where all of it is held out.
-        text: what goes through its records; None where it is tokens already.
-    """
-
-    path: WeightedPath
-    kind: str
-    role: str
-    text: Source | None
-
-    @property
-    def place(self) -> Path:
-        """Where it is, from the root."""
-        return self.path.place.absolute()
-
-
-def find_sources(choice: DataChoice) -> list[Found]:
-    """Look for the data, and at it as far as that is quick; nothing is written.
-
-    Raises:
-        DataError: a source is missing, empty, binary or of another format.
-    """
-    paths = [(path, TRAIN) for path in choice.paths]
-    if choice.held_out is not None:
-        paths.append((WeightedPath(Path(choice.held_out)), HELD_OUT))
-    found = []
-    for path, role in paths:
-        kind = format_of(path.place, choice.format)
-        text = None if kind in TOKENISED else open_source(path, choice)
-        if text is None and choice.chat:
-            raise DataError(f"--chat reads rows with messages, and {path.place} holds tokens")
-        found.append(Found(path, kind, role, text))
-    return found
 
 
 def known_vocabulary(choice: DataChoice) -> int:
@@ -121,7 +71,9 @@ def prepare_data(choice: DataChoice, folder: Path) -> Dataset:
     """
     try:
         sources = find_sources(choice)
-        return _prepare(choice, sources, _key_of(choice, sources), folder)
+        data = _prepare(choice, sources, key_of(choice, sources), folder)
+        write_aside(folder / GLIMPSE, glimpse(choice, sources, folder))
+        return data
     except OSError as error:
         raise DataError(f"cannot read the data: {error}") from error
 
@@ -129,22 +81,37 @@ def prepare_data(choice: DataChoice, folder: Path) -> Dataset:
 def left_there(choice: DataChoice, folder: Path) -> Dataset | None:
     """Return what `prepare_data` has left in a folder, if it is what it would make now, and whole.
 
+    Sources and tokens are read, and their checksums compared, unless all of them look as they did
+    when that was done last: see `glimpse_of`.
+
     Raises:
         DataError: data is missing or of another format.
     """
     if not (folder / MANIFEST).exists():
         return None
     try:
-        key = _key_of(choice, find_sources(choice))
+        sources = find_sources(choice)
+        seen = glimpse(choice, sources, folder)
+        looks_as_before = _read_glimpse(folder) == seen
+        key = None if looks_as_before else key_of(choice, sources)
     except OSError as error:
         raise DataError(f"cannot read the data: {error}") from error
     try:
         manifest = read_manifest(folder)
-        if manifest.key != key:
-            return None
         data = manifest.open(folder)
-        return data if checksum_of(data) == manifest.checksum else None
+        if not looks_as_before:
+            if manifest.key != key or checksum_of(data) != manifest.checksum:
+                return None
+            write_aside(folder / GLIMPSE, seen)
+        return data
     except (DataError, ConfigError):
+        return None
+
+
+def _read_glimpse(folder: Path) -> str | None:
+    try:
+        return read_text(folder / GLIMPSE, 1 << 10)
+    except (OSError, ValueError):
         return None
 
 
@@ -176,27 +143,6 @@ def _prepare(choice: DataChoice, sources: list[Found], key: str, folder: Path) -
     manifest = attrs.evolve(manifest, checksum=checksum_of(data))
     manifest.write(folder)
     return manifest.open(folder)
-
-
-def _key_of(choice: DataChoice, sources: list[Found]) -> str:
-    """Return what changes wherever the tokens would."""
-    described: list[Any] = [attrs.asdict(attrs.evolve(choice, data=None, held_out=None))]
-    if choice.tokenizer is not None and os.path.exists(choice.tokenizer):
-        described.append(make_tokenizer(choice.tokenizer, tuple, choice.end_token).describe())
-    for found in sources:
-        described.append([found.kind, found.role, str(found.path.weight), _fingerprint(found)])
-    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
-
-
-def _fingerprint(found: Found) -> str:
-    if found.text is not None:
-        return found.text.fingerprint()
-    if found.kind == "tokens":
-        return f"{found.place} {read_manifest(found.place).checksum}"
-    prefix = prefix_of(found.place)
-    pair = [Path(f"{prefix}.idx"), Path(f"{prefix}.bin")]
-    files = pair if found.kind == "megatron" else [found.place]
-    return f"{found.place} {fingerprint_of(files, found.place.parent)}"
 
 
 def _tokenizer_of(choice: DataChoice, sources: list[Found]) -> Tokenizer:
@@ -252,8 +198,11 @@ def _entry_of(
         return attrs.evolve(entry, parts=parts, files=found.text.files, skipped=found.text.skipped)
     if found.kind != "tokens":
         return headless_entry(entry, found.place, found.kind, choice.token_dtype, place, share)
-    held_out = read_manifest(found.place).open(found.place).held_out
-    if found.role == HELD_OUT and held_out:
+    manifest = read_manifest(found.place)
+    data = manifest.open(found.place)
+    if checksum_of(data) != manifest.checksum:
+        raise DataError(f"the tokens in {found.place} are damaged; tokenise the data anew")
+    if found.role == HELD_OUT and data.held_out:
         raise DataError(
             f"--held-out {found.place} has a held-out part of its own; tokenise it with "
             "--held-out-share 0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +117,11 @@ def write_config(
             told = {"architectures": [family.architecture], "model_type": kind}
             name = str(dtype).removeprefix("torch.")
             return {**kept, **told, **found, "dtype": name, "torch_dtype": name}
-        reasons.append(f"{kind}: {found}")
+        if family.sparse == (shape.experts is not None):
+            reasons.append(f"{kind}: {found}")
     raise ConfigError(
-        f"no family of Hugging Face's models is known that has all of this model: "
-        f"{'; '.join(reasons)}"
+        "no family of Hugging Face's models is known that has all of this model, so that it "
+        f"cannot be exported: {'; '.join(reasons)}"
     )
 
 
@@ -134,11 +135,23 @@ def _said_by(shape: ModelShape, kind: str, family: Family) -> dict[str, Any] | s
     except ConfigError as error:
         return str(error)
     differ = [
-        field.name
+        told
         for field in attrs.fields(ModelShape)
-        if field.name not in TRAINING and _value(shape, field.name) != _value(again, field.name)
+        if field.name not in TRAINING
+        for told in _told(field.name, _value(shape, field.name), _value(again, field.name))
     ]
-    return written if not differ else f"other {', '.join(differ)}"
+    return written if not differ else f"it has {', '.join(differ)}"
+
+
+def _told(name: str, ours: Any, theirs: Any) -> Iterator[str]:
+    """Say how two values of a shape differ, by their parts where they have some."""
+    if ours == theirs:
+        return
+    if not attrs.has(type(ours)) or type(ours) is not type(theirs):
+        yield f"{name}={theirs}, not {ours}"
+        return
+    for field in attrs.fields(type(ours)):
+        yield from _told(field.name, getattr(ours, field.name), getattr(theirs, field.name))
 
 
 def _value(shape: ModelShape, name: str) -> Any:

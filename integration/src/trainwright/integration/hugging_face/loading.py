@@ -34,6 +34,15 @@ class Loaded:
     ignored: Mapping[str, str]
     left_out: tuple[str, ...]
 
+    def __str__(self) -> str:
+        keys = ", ".join(self.ignored) or "none"
+        told = f"keys of config.json that change nothing here: {keys}"
+        if not self.left_out:
+            return told
+        more = len(self.left_out) - _SHOWN
+        shown = ", ".join(self.left_out[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        return f"{told}; tensors left out: {shown}"
+
 
 def load_(
     model: Chunks,

@@ -28,6 +28,8 @@ class ModelSettings:
     Args:
         model: name of a model preset, or a folder of Hugging Face's libraries, whose config.json
             says the model and whose safetensors are the weights that the run begins with.
+        model_config: a folder whose config.json says the model instead; a run keeps one of its own,
+            so that it goes on when the folder has changed or gone.
         from_scratch: whether the run begins with random weights though the folder has some.
         qk_norm: whether queries and keys are normalised head by head, as in Qwen3.
         z_loss: what the square of the log of the softmax's normaliser counts in a token's loss, in
@@ -44,6 +46,9 @@ class ModelSettings:
     model: str = leaf(
         "tiny", f"one of {', '.join(PRESETS)}, or a Hugging Face folder", converter=_to_name
     )
+    model_config: str | None = leaf(
+        None, "folder whose config.json says the model (default: that of --model)"
+    )
     from_scratch: bool = leaf(False, "begin with random weights, not with those of the folder")
     qk_norm: bool = leaf(False, "normalise queries and keys head by head")
     z_loss: float | None = leaf(None, "factor of the squared log-normaliser in the loss", positive)
@@ -59,6 +64,11 @@ class ModelSettings:
             raise ConfigError(
                 f"--from-scratch has no effect with --model {self.model}: presets have no weights"
             )
+        if self.model_config is not None and self.model in PRESETS:
+            raise ConfigError(
+                f"--model-config {self.model_config} has no effect with --model {self.model}, a "
+                "preset: leave one out"
+            )
 
     @property
     def weights(self) -> Path | None:
@@ -69,8 +79,9 @@ class ModelSettings:
     @property
     def shape(self) -> ModelShape:
         """The sizes of the model."""
-        if os.path.isdir(self.model) and self.model not in PRESETS:
-            return self.applied(read_shape(self.model))
+        folder = self.model if self.model_config is None else self.model_config
+        if self.model_config is not None or (os.path.isdir(folder) and folder not in PRESETS):
+            return self.applied(read_shape(folder))
         return self.applied(preset(self.model))
 
     def applied(self, shape: ModelShape) -> ModelShape:

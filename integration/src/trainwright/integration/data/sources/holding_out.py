@@ -11,7 +11,9 @@ from trainwright.integration.errors import DataError
 
 def draw(name: str) -> float:
     """Return the number between 0 and 1 of a name."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8, person=b"held-out").digest()
+    digest = hashlib.blake2b(
+        name.encode(errors="surrogateescape"), digest_size=8, person=b"held-out"
+    ).digest()
     return int.from_bytes(digest, "little") / 2**64
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
@@ -48,6 +49,16 @@ Record = Document | Conversation
 
 class Source(Protocol):
     """Records in an order that never changes."""
+
+    @property
+    def source(self) -> Path:
+        """The file or the folder."""
+        ...
+
+    @property
+    def candidates(self) -> list[Path]:
+        """The files that are looked at, found without reading any."""
+        ...
 
     @property
     def files(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ class TextFiles:
         whole_characters: whether a single file is cut between characters, not bytes.
 
     Raises:
-        DataError: the path is missing, empty or holds no text.
+        DataError: the path is missing; where files are asked for, they are empty or hold no text.
     """
 
     def __init__(self, source: Path, pattern: str = "*", *, whole_characters: bool = False) -> None:
@@ -35,13 +36,37 @@ class TextFiles:
                 f"data path {source} does not exist; give a text file or a folder of them"
             )
         self.source = source
+        self.pattern = pattern
         self.whole_characters = whole_characters
-        self.skipped: tuple[str, ...] = ()
-        if os.path.isfile(source):
-            self._check(source)
-            self.paths = [source]
-        else:
-            self.paths = self._look_through(pattern)
+
+    @functools.cached_property
+    def candidates(self) -> list[Path]:
+        """The files that may be text, found without reading any."""
+        if os.path.isfile(self.source):
+            return [self.source]
+        return [p for p in files.files_below(self.source, self.pattern) if p.stat().st_size]
+
+    @functools.cached_property
+    def paths(self) -> list[Path]:
+        """The files of text, of which every byte has been looked at."""
+        if os.path.isfile(self.source):
+            self._check(self.source)
+            return self.candidates
+        found = [path for path in self.candidates if is_text(path)]
+        if not found:
+            reason = "only binary files" if self.candidates else "no file with text"
+            raise DataError(
+                f"data folder {self.source} holds {reason} (names like {self.pattern}); give text "
+                "files"
+            )
+        return found
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Names of the files that are not text."""
+        read = set(self.paths)
+        left = (path for path in self.candidates if path not in read)
+        return tuple(files.relative_name(path, self.source) for path in left)
 
     @property
     def files(self) -> int:
@@ -80,23 +105,6 @@ class TextFiles:
         if not is_text(path):
             raise DataError(f"data file {path} is binary, not text; give a text file")
 
-    def _look_through(self, pattern: str) -> list[Path]:
-        found, skipped = [], []
-        for path in files.files_below(self.source, pattern):
-            if not path.stat().st_size:
-                continue
-            if is_text(path):
-                found.append(path)
-            else:
-                skipped.append(files.relative_name(path, self.source))
-        if not found:
-            reason = "holds only binary files" if skipped else "holds no file with text"
-            raise DataError(
-                f"data folder {self.source} {reason} (names like {pattern}); give text files"
-            )
-        self.skipped = tuple(skipped)
-        return found
-
 
 def is_text(path: Path) -> bool:
     """Whether a file is UTF-8 without zero bytes."""
@@ -113,7 +121,11 @@ def is_text(path: Path) -> bool:
 
 
 def pieces_of(path: Path, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
-    """Read a part of a file in pieces that end with lines, but for the last."""
+    """Read a part of a file in pieces that end with lines, but for the last.
+
+    Where a line is longer than a block it is cut behind a space, or else between characters, so
+    that never more than a few blocks are in memory.
+    """
     left = (path.stat().st_size if stop is None else stop) - start
     rest = b""
     with path.open("rb") as file:
@@ -123,11 +135,22 @@ def pieces_of(path: Path, start: int = 0, stop: int | None = None) -> Iterator[b
             if not block:
                 raise DataError(f"data file {path} became shorter while it was read")
             left -= len(block)
-            end = block.rfind(b"\n") + 1
+            rest += block
+            end = _cut(rest)
             if left > 0 and end:
-                yield rest + block[:end]
-                rest = block[end:]
-            else:
-                rest += block
+                yield rest[:end]
+                rest = rest[end:]
     if rest:
         yield rest
+
+
+def _cut(text: bytes) -> int:
+    """Return where a piece may end; 0 where more must be read."""
+    end = text.rfind(b"\n") + 1
+    if end or len(text) <= 2 * files.BLOCK:
+        return end
+    end = text.rfind(b" ") + 1
+    if end:
+        return end
+    # Bytes 10xxxxxx go on with a character.
+    return next((k for k in range(len(text) - 1, len(text) - 5, -1) if text[k] & 0xC0 != 0x80), 0)
