@@ -197,11 +197,13 @@ def test_a_signal_leaves_no_process_behind_and_keeps_the_last_checkpoint(
     with started([*arguments, *SMALL, "--out", str(run)]) as running:
         wait_until(lambda: StateStore(run / "checkpoints").latest() is not None, 120)
         running.process.send_signal(sign)
-        running.process.communicate(timeout=60)
+        _, errors = running.process.communicate(timeout=60)
         wait_until(lambda: running.members() == {}, 10)
     assert running.process.returncode == 128 + sign
     store = StateStore(run / "checkpoints")
     store.verify(store.latest())
+    assert f"go on from step {store.latest()} with: trainwright train --resume {run}" in errors
+    assert "Traceback" not in errors
 
 
 def _commands_of_the_readme() -> list[str]:

@@ -18,13 +18,15 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Corpus
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.fitting import check_fits
+from trainwright.integration.flops import Products, flops_per_token
 from trainwright.integration.parts import assemble
+from trainwright.integration.rates import learning_rate
 from trainwright.integration.recipe import StepRecord, train
 from trainwright.integration.settings.batch import BatchSettings, BatchSizes
 from trainwright.integration.settings.leaf import Kind
 from trainwright.integration.settings.options import written
 from trainwright.integration.settings.parallel import ParallelSettings
-from trainwright.integration.settings.resolved import resolved
+from trainwright.integration.settings.resolved import resolved, saved_where
 from trainwright.integration.settling import settle
 
 TEXTS = {
@@ -110,6 +112,12 @@ def test_printed_settings_are_a_file_of_settings_and_numbers_that_follow_are_tol
     assert code == 0
     assert "global batch 8 = 2 microbatches of 2 sequences on each of 2 data ranks" in said.err
     assert "rises for 50 of 600 updates" in said.err
+    assert "layout dp=2,pp=2: 4 ranks, ZeRO stage 0, schedule 1f1b" in said.err
+    shape = RunConfig().model.shape
+    flops = flops_per_token(Products.of(shape), 128) / 1e6
+    assert (
+        f"model tiny: {shape.num_parameters:,} parameters, {flops:.1f} MFLOPs a token" in said.err
+    )
     assert "[2, 2]" in said.err
     path = _file(tmp_path, "again.json", said.out)
     assert _settled("--config", str(path)) == _settled(*arguments)
@@ -221,7 +229,8 @@ def test_a_fraction_of_the_steps_and_a_number_of_them_are_two_settings() -> None
     assert RunConfig.of(warmup_fraction=1.0, steps=540).rate.warmup_steps(540) == 540
     assert RunConfig.of(warmup_fraction=0.1).rate.warmup_steps(540) == 54
     assert RunConfig.of(warmup=1).rate.warmup_steps(540) == 1
-    assert "rises for 54 of 540" in "".join(resolved(RunConfig.of(warmup_fraction=0.1, steps=540)))
+    tenth = RunConfig.of(warmup_fraction=0.1, steps=540)
+    assert "rises for 54 of 540" in "".join(resolved(tenth, tenth.model.shape))
     for wrong, message in (
         ({"warmup": 1.0}, "--warmup must be a whole number or none, got 1.0"),
         ({"warmup_fraction": 1.5}, "--warmup-fraction must be from 0 to 1, got 1.5"),
@@ -306,3 +315,53 @@ def test_a_pipeline_computes_the_same_whatever_layers_its_stages_have() -> None:
     assert [layers for layers, _ in even] == [[2], [2]]
     assert [layers for layers, _ in uneven] == [[1], [3]]
     assert even[0][1] == uneven[0][1]
+
+
+@pytest.mark.parametrize(
+    ("begun", "options", "words"),
+    [
+        (
+            {"steps": 200, "warmup": 20},
+            ["--steps", "400"],
+            ["--steps 400, where the run had 200", "--warmup 20 --decay-steps 180 keeps"],
+        ),
+        ({"steps": 200}, ["--steps", "100"], ["--steps 100, where the run had 200, moves"]),
+        ({"steps": 200, "lr_schedule": "constant", "warmup": 9}, ["--steps", "400"], []),
+        ({"steps": 200}, ["--steps", "400", "--warmup", "50", "--decay-steps", "150"], []),
+        ({"steps": 200}, ["--steps", "200"], []),
+        ({"steps": 200}, ["--lr", "0.1"], []),
+    ],
+)
+def test_a_resumed_run_is_told_where_more_steps_move_its_learning_rate(
+    tmp_path: Path, begun: dict[str, Any], options: list[str], words: list[str]
+) -> None:
+    RunConfig.of(**begun).save(tmp_path / "config.json")
+    told: list[str] = []
+
+    settle(parser().parse_args(["train", "--resume", str(tmp_path), *options]), told.append)
+
+    assert len(told) == bool(words)
+    for word in words:
+        assert word in told[0]
+
+
+def test_what_the_line_on_moved_rates_offers_keeps_them() -> None:
+    before = RunConfig.of(steps=200, warmup=20)
+    rates = learning_rate(before.rate, before.optimizer.lr, 200)
+    after = before.evolve(steps=400, warmup=20, decay_steps=180)
+    kept = learning_rate(after.rate, after.optimizer.lr, 400)
+    assert [kept(update) for update in range(200)] == [rates(update) for update in range(200)]
+
+
+def test_numbers_are_told_with_what_they_count_and_checkpoints_with_their_place() -> None:
+    alone = RunConfig.of(global_batch=4, microbatches=1, steps=1, warmup=0)
+    told = list(resolved(alone, alone.model.shape))
+    assert told[1] == "layout dp=1: 1 rank, ZeRO stage 0"
+    assert told[2] == "global batch 4 = 1 microbatch of 4 sequences on one data rank"
+    assert told[3] == "the learning rate rises for 0 of 1 update"
+    assert saved_where(alone, "a/b") == "a checkpoint at the end: a/b"
+    kept = RunConfig.of(save_every=5, keep=2, keep_every=10)
+    assert saved_where(kept, "a/b") == (
+        "checkpoints every 5 steps and at the end, of which the last 2 stay and those of every 10 "
+        "steps: a/b"
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -34,6 +36,11 @@ TIMEOUT_S = 300.0
 _LOOK_S = 0.5
 _GRACE_S = 30.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_LOUD = (
+    "torch.distributed.elastic",
+    "torch.distributed.elastic.agent.server.api",
+    "torch.multiprocessing.spawn",
+)
 # A fork of the launcher itself would have the locks of threads that it has not.
 _FORKING = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
@@ -177,14 +184,13 @@ def run_workers(
         passed_on: signals that are passed on to the workers, which end by themselves then. Another
             one ends all at once.
     """
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+    for name in _LOUD:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     # Every torch optimizer imports the second when it is made.
-    preload = [work.__module__, "torch._dynamo"]
-    multiprocessing.get_context(_FORKING).set_forkserver_preload(preload)
+    _prepare_forks([work.__module__, "torch._dynamo"])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -203,11 +209,36 @@ def run_workers(
         except ChildFailedError as error:
             return ending_of(error, passed)
         except SignalException as stopped:
+            _end_forks()
             reason = f"stopped by {stopped.sigval.name}; saved checkpoints are kept"
             return Ending(128 + int(stopped.sigval), reason)
         except KeyboardInterrupt:
+            _end_forks()
             return Ending(128 + int(signal.SIGINT))
     return Ending(0)
+
+
+def _prepare_forks(modules: list[str]) -> None:
+    """Start the process that imports these modules and is forked then.
+
+    A terminal's Ctrl-C reaches it too: it takes no notice, for this process is told and ends it.
+    """
+    multiprocessing.get_context(_FORKING).set_forkserver_preload(modules)
+    if _FORKING == "forkserver":
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _end_forks() -> None:
+    """End the process that others are forked from, which may still be importing."""
+    server = getattr(multiprocessing.forkserver, "_forkserver", None)
+    pid = getattr(server, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _work(work: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> None:

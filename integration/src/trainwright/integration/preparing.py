@@ -18,7 +18,8 @@ from trainwright.integration.data.learned import FILE, LearnedTokenizer
 from trainwright.integration.data.preparation import READING_S, left_there
 from trainwright.integration.errors import TrainwrightError
 from trainwright.integration.run_folder import CONFIG, DATA, RunFolder
-from trainwright.integration.settings.resolved import resolved
+from trainwright.integration.settings.resolved import resolved, saved_where
+from trainwright.integration.vocabulary import shape_for
 
 
 def prepare(config: RunConfig, out: str, resume: bool, other_data: bool = False) -> IO[str]:
@@ -52,6 +53,7 @@ def prepare(config: RunConfig, out: str, resume: bool, other_data: bool = False)
         lock = held.enter_context(folder.lock())
         try:
             data = _prepared_data(config, folder, check)
+            shape = shape_for(config, data.tokenizer.vocabulary)
             if resume:
                 config.save(folder.path / CONFIG)
             else:
@@ -62,8 +64,9 @@ def prepare(config: RunConfig, out: str, resume: bool, other_data: bool = False)
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
         held.pop_all()
-    numbers = "; ".join(resolved(config))
-    sys.stderr.write(f"{data.describe()}\n{numbers}\nrun folder {out}\n")
+    told = [data.describe(), *resolved(config, shape), f"run folder {out}"]
+    told.append(saved_where(config, folder.checkpoints))
+    sys.stderr.writelines(f"{line}\n" for line in told)
     return lock
 
 

@@ -17,6 +17,7 @@ from trainwright.integration.errors import ConfigError
 from trainwright.integration.model import PRESETS
 from trainwright.integration.run_folder import RunFolder
 from trainwright.integration.settings.options import given_leaves, written
+from trainwright.integration.settings.resolved import stretched
 from trainwright.integration.values import option
 
 TRANSPORTS = ("auto", "gloo", "shm", "threads")
@@ -40,7 +41,8 @@ def settle(
 
     Args:
         options: as parsed.
-        tell: is given a line on each key of DeepSpeed that has no effect.
+        tell: is given a line on each key of DeepSpeed that has no effect, and on learning rates
+            that another number of steps moves.
         decides: whether this process decides for all ranks if ``--elastic`` finds a run in the
             folder; else the first rank does, later, by `continues`.
 
@@ -65,7 +67,10 @@ def settle(
     if given.get("model") in PRESETS:
         # What the run has kept says what another model was.
         given = {"model_config": None, **given}
-    return stored.evolve(**given), resume, True
+    config = stored.evolve(**given)
+    if (line := stretched(stored, config)) is not None:
+        tell(line)
+    return config, resume, True
 
 
 def continues(options: argparse.Namespace, out: str) -> bool:

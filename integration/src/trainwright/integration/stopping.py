@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
@@ -73,9 +74,8 @@ class Stopped:
 
     def __str__(self) -> str:
         where = "nothing was saved" if self.saved is None else f"step {self.saved} was saved"
-        return (
-            f"stopped by a signal after step {self.step}, {where}; go on with --resume {self.out}"
-        )
+        go_on = f"trainwright train --resume {shlex.quote(self.out)}"
+        return f"stopped by a signal after step {self.step}, {where}; go on with: {go_on}"
 
 
 class NeverStop:

@@ -21,6 +21,8 @@ from trainwright.integration.endings import Ending
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.finishing import Summary, report
 from trainwright.integration.fitting import check_fits, fitting_guards
+from trainwright.integration.going_on import way_on
+from trainwright.integration.model import ModelShape
 from trainwright.integration.preparing import prepare, prepared_by_first
 from trainwright.integration.restarting import (
     StartOptions,
@@ -80,13 +82,13 @@ def run(options: argparse.Namespace) -> int:
     _check(config)
     if getattr(options, "print_config", False):
         sys.stdout.write(config.text())
-        sys.stderr.writelines(f"{line}\n" for line in resolved(config))
+        sys.stderr.writelines(f"{line}\n" for line in resolved(config, _shape(config)))
         return 0
     if transport_of(options) == "threads":
         starting.check_started_elsewhere("threads")
-        return _run_threads(config, out, resume, options)
+        return _until_interrupted(_run_threads, config, out, resume, options)
     if place is None:
-        return _start(config, out, resume, options)
+        return _until_interrupted(_start, config, out, resume, options)
     starting.check_started_elsewhere("torchrun or Slurm")
     if place.world_size != config.parallel.mesh.world_size:
         raise ConfigError(
@@ -114,9 +116,31 @@ def tell(result: Summary | Stopped, as_json: bool, *, first: bool = True) -> int
 
 
 def _check(config: RunConfig) -> None:
-    shape = shape_for(config, known_vocabulary(config.data.choice))
+    shape = _shape(config)
     check_fits(shape, config)
     fitting_guards(shape, config)
+
+
+def _shape(config: RunConfig) -> ModelShape:
+    return shape_for(config, known_vocabulary(config.data.choice))
+
+
+def _until_interrupted(
+    start: Callable[[RunConfig, str, bool, argparse.Namespace], int],
+    config: RunConfig,
+    out: str,
+    resume: bool,
+    options: argparse.Namespace,
+) -> int:
+    """Do it; where a signal ends it, say how to go on."""
+    try:
+        code = start(config, out, resume, options)
+    except KeyboardInterrupt:
+        to_standard_error(f"stopped by SIGINT\n{way_on(out)}")
+        return 128 + signal.SIGINT
+    if code > 128:
+        to_standard_error(way_on(out))
+    return code
 
 
 def _run_threads(config: RunConfig, out: str, resume: bool, options: argparse.Namespace) -> int:

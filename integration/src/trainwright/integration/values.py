@@ -45,6 +45,11 @@ def one_of(allowed: tuple[Any, ...]) -> Callable[[Any, attrs.Attribute[Any], Any
     return check
 
 
+def counted(number: int, name: str, plural: str = "s") -> str:
+    """Return a number with what it counts, such as ``1 microbatch`` or ``1,024 microbatches``."""
+    return f"{number:,} {name}" if number == 1 else f"{number:,} {name}{plural}"
+
+
 def option(field_name: str) -> str:
     """Return the command line's name of a setting."""
     return "--" + field_name.replace("_", "-")
