@@ -318,3 +318,46 @@ def test_an_optimizer_of_pieces_that_keeps_rows_is_refused_when_it_is_saved() ->
             optimizers.tree(parts.optimizer)
 
     LocalWorld(2, timeout_s=60.0).run(work)
+
+
+def halved_vectors(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """SGD that moves what does not decay half as far."""
+    shares = [0.5 if group.get("weight_decay") == 0.0 else 1.0 for group in groups]
+    return torch.optim.SGD(
+        [
+            {**group, "lr": share * group.get("lr", 1.0)}
+            for group, share in zip(groups, shares, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("changes", [{"layout": "dp=2", "zero": 1}, {"layout": "tp=2"}])
+def test_a_group_keeps_its_share_of_the_learning_rate_along_the_schedule(
+    changes: dict[str, Any],
+) -> None:
+    config = settings(steps=3, **changes).evolve(warmup=2)
+
+    def work(world: Communicator) -> None:
+        parts = make(world, config, halved_vectors)
+        seen: list[tuple[float, list[float]]] = []
+
+        def observe(record: StepRecord) -> None:
+            rates = [group["lr"] for group in parts.optimizer.param_groups]
+            seen.append((record.lr, rates))
+
+        before = kept(parts)["weights"]
+        first = attrs.evolve(parts, config=config.evolve(steps=1))
+        train(first, parts.start(), [observe])
+        halved = kept(parts)["weights"]
+        alike = make(world, config, torch.optim.SGD)
+        train(attrs.evolve(alike, config=config.evolve(steps=1)), alike.start())
+        for name, weight in kept(alike)["weights"].items():
+            share = 1.0 if len(parts.model.pieces[name].spec.global_shape) > 1 else 0.5
+            wanted = share * (weight - before[name])
+            assert torch.allclose(halved[name] - before[name], wanted, rtol=1e-4, atol=1e-9), name
+        train(parts, Progress(), [observe])
+        for lr, rates in seen:
+            assert rates == [lr, lr / 2]
+        assert len({lr for lr, _ in seen}) > 1
+
+    LocalWorld(2, timeout_s=60.0).run(work)

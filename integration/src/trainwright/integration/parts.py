@@ -172,7 +172,8 @@ def assemble(
         journal: of interventions; None takes one that ends with the process.
         optimizer: a function of parameter groups that returns an optimizer of ``torch.optim``, or a
             plan that says what another one has to see; None takes that of the settings. The
-            learning rate is the settings', and so is the weight decay where they say one.
+            learning rate is the settings', of which each group that the function makes keeps the
+            share that it gave it; so is the weight decay where they say one.
         stop: whether the run ends before its last step; None makes all steps.
 
     Raises:

@@ -118,8 +118,7 @@ def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:
     pieces = parts.model.pieces.values()
     gradients = [grad for piece in pieces if (grad := piece.parameter.grad) is not None]
     clip_(gradients, parts.scaler.unscaled(totals.norm), parts.clip)
-    for group in parts.optimizer.param_groups:
-        group["lr"] = lr
+    parts.optimizer.set_rate(lr)
     parts.move_decay(progress.updates)
     if not parts.scaler.step(parts.optimizer):
         return _skip(parts, progress, totals)

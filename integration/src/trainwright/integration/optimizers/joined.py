@@ -42,18 +42,20 @@ class Member:
 class JoinedOptimizer(torch.optim.Optimizer):
     """Several optimizers that step as one, such as Muon of matrices and AdamW of the rest.
 
-    Its ``param_groups`` are theirs, so that what sets a learning rate there reaches them.
+    Its ``param_groups`` are theirs, so that what is set there reaches them.
 
     Args:
         name: what a checkpoint says of their states.
         members: the optimizers; every rank of a pipeline stage has as many, in the same order.
+        lr: the learning rate that they were made with; a group may have been given another one.
         steps: what steps each of them where their states are offloaded; empty: they do themselves.
     """
 
     def __init__(
-        self, name: str, members: Sequence[Member], steps: Sequence[OffloadedStep] = ()
+        self, name: str, members: Sequence[Member], lr: float, steps: Sequence[OffloadedStep] = ()
     ) -> None:
         self.name = name
+        self.lr = lr
         self.members = tuple(members)
         self.steps = tuple(steps)
         super().__init__([{"params": [], "param_names": []}], {})
@@ -61,6 +63,12 @@ class JoinedOptimizer(torch.optim.Optimizer):
         for each in self.members:
             if not isinstance(each.optimizer, WholeMatrices):
                 self.state = each.optimizer.state  # what is kept of pieces is found here as well
+        self._shares = [float(group["lr"]) / lr for group in self.param_groups]
+
+    def set_rate(self, lr: float) -> None:
+        """Set the learning rate; a group that was made with another one keeps its share of it."""
+        for group, share in zip(self.param_groups, self._shares, strict=True):
+            group["lr"] = lr * share
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -102,7 +110,7 @@ def offloaded(
         steps = [offloaded_step(each.optimizer, kept, offload) for each in optimizer.members]
     except ShardingError as error:
         raise ConfigError(f"--offload: {error}") from error
-    return JoinedOptimizer(optimizer.name, optimizer.members, steps)
+    return JoinedOptimizer(optimizer.name, optimizer.members, optimizer.lr, steps)
 
 
 def build(
@@ -139,7 +147,7 @@ def build(
             members.append(_on_pieces(factory, kept, names, weight_decay, decaying))
         else:
             members += _on_wholes(share, factory, kept, names, weight_decay, decaying)
-    return JoinedOptimizer(plan.name, members)
+    return JoinedOptimizer(plan.name, members, lr)
 
 
 def _decaying(specs: Mapping[str, Any]) -> frozenset[str]:
