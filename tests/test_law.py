@@ -70,6 +70,7 @@ SAMPLE = [
     ),
     ("dp=2", {"microbatches": 4, "schedule": "sequential", "zero": 1}),
     ("tp=8", {"microbatches": 1}),
+    ("tp=2", {"microbatches": 2, "recompute": "selective"}),
     ("dp=2,pp=2", {"microbatches": 3, "schedule": "interleaved-1f1b", "chunks": 3, "zero": 1}),
     (
         "dp=2,tp=2,pp=2",

@@ -26,6 +26,7 @@ def writable(
     """
     tensor = check_tensor(what, tensor, device)
     if _is_plain(tensor):
+        _announce_write(tensor)
         if not tensor.is_inference():
             # Transports write memory behind autograd's back; what a backward pass needs must show.
             increment_version(tensor)
@@ -37,6 +38,17 @@ def writable(
         inner = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     copies.append((tensor, inner))
     return inner
+
+
+def _announce_write(tensor: torch.Tensor) -> None:
+    """Let dispatch modes of this thread see that a tensor changes, while it is what it was.
+
+    Transports, and ranks that are threads, write it where no mode of the caller looks; but a mode
+    that keeps results for a recomputation copies those that are about to change.
+    """
+    if torch._C._len_torch_dispatch_stack() and not tensor.is_inference():
+        # Nothing of the same memory is written, and by data: the tensor counts no change of it.
+        tensor.data.view(-1)[:0].zero_()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -170,7 +170,8 @@ class _Result:
             return
         self._is_changed_later = True
         self._origin = None
-        copy = self._restored().clone()
+        with torch.inference_mode(False):  # ranks that are threads write each other's under it
+            copy = self._restored().clone()
         self._held, self._tensor, self._version = None, copy, copy._version
 
     def give(self) -> torch.Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.collectives.errors import UsageError
 from trainwright.collectives.protocol import Communicator, Recv, ReduceOp, Send
@@ -177,7 +179,51 @@ def written_tensors_are_not_fit_for_backward(comm: Communicator, case: Case) -> 
             torch.autograd.backward(product.sum())
 
 
+def modes_see_tensors_before_they_change(comm: Communicator, case: Case) -> None:
+    """A dispatch mode that copies what is about to be written finds in it what it was before."""
+    if comm.size == 1:
+        return  # nothing changes
+    for number in (3, 70_000):
+        combined = torch.full((number,), 1.0 + comm.rank, device=comm.device)
+        received = torch.full((number,), -1.0, device=comm.device)
+        sent = torch.full((number,), 1.0 + comm.rank, device=comm.device)
+
+        with _Copying(combined, received) as copying:
+            comm.all_reduce(combined).wait()
+            after = Send(sent, (comm.rank + 1) % comm.size)
+            comm.exchange([after, Recv(received, (comm.rank - 1) % comm.size)]).wait()
+
+        first, second = copying.copies
+        assert first is not None
+        assert bool((first == 1.0 + comm.rank).all())
+        assert second is not None
+        assert bool((second == -1.0).all())
+
+
+class _Copying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies tensors when something is about to write their memory for the first time."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors = tensors
+        self.copies: list[torch.Tensor | None] = [None] * len(tensors)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        written = args[0] if func._schema.is_mutable else None
+        for number, tensor in enumerate(self.tensors):
+            if (
+                self.copies[number] is None
+                and isinstance(written, torch.Tensor)
+                and written.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            ):
+                self.copies[number] = tensor.clone()
+        return func(*args, **kwargs or {})
+
+
 LAWS_OF_USAGE = (
+    modes_see_tensors_before_they_change,
     mistakes_are_told_before_anything_moves,
     parameters_are_written_without_a_graph,
     ranks_may_be_in_different_modes,
