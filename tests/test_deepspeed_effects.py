@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -18,6 +19,7 @@ from trainwright.integration.parts import Parts, assemble
 from trainwright.integration.recipe import StepRecord, train
 from trainwright.sharding.data import DataParallel
 from trainwright.sharding.data.testing import RecordedCall, RecordingCommunicator
+from trainwright.sharding.offload import FileStore
 
 SHAPE = attrs.evolve(GROUPED, layers=2)
 FLAGS = {"steps": 3, "global_batch": 4, "sequence_length": 8, "warmup": 1, "sample_bytes": 0}
@@ -199,3 +201,56 @@ def test_dtypes_of_the_file_are_those_of_the_weights() -> None:
 
     assert torch.bfloat16 in run({"bf16": {"enabled": True}}, dtypes)
     assert torch.bfloat16 not in run({"bf16": {"enabled": "auto"}}, dtypes)
+
+
+TEXTBOOK = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu"},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 5e8,
+    },
+}
+"""What a first page shows."""
+
+
+def test_the_textbook_sample_keeps_states_and_weights_in_host_memory() -> None:
+    def held(parts: Parts, *_: object) -> tuple[int, int, int, dict[str, torch.Tensor]]:
+        offload = parts.model.offload
+        if offload is None:
+            return 0, 0, 0, weights(parts)
+        sizes = (piece.parameter.numel() for piece in parts.model.pieces.values())
+        assert offload.weights is offload.states
+        on_host, on_device = offload.states.ledger.held_bytes, offload.device.held_bytes
+        return sum(sizes), on_host, on_device, weights(parts)
+
+    zero = TEXTBOOK["zero_optimization"]
+    assert isinstance(zero, dict)
+    kept = {key: value for key, value in zero.items() if not key.startswith("offload")}
+    elements, on_host, on_device, found = run(TEXTBOOK, held)
+    *_, usual = run({**TEXTBOOK, "zero_optimization": kept}, held)
+
+    # Masters, two moments and gradients of four bytes, weights of two, and padding.
+    assert 18 * elements <= on_host < 18.5 * elements
+    assert on_device == 0  # between steps
+    assert all(torch.equal(found[name], usual[name]) for name in usual)
+
+
+def test_states_go_to_a_file_in_the_folder_that_is_named(tmp_path: Path) -> None:
+    block = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 4}
+
+    def file_bytes(parts: Parts, *_: object) -> int:
+        assert parts.model.offload is not None
+        store = parts.model.offload.states
+        assert isinstance(store, FileStore)
+        assert store.folder == tmp_path
+        return store.file_bytes
+
+    assert run({"zero_optimization": {"stage": 1, "offload_optimizer": block}}, file_bytes) > 0
+    assert list(tmp_path.iterdir()) == []

@@ -99,11 +99,10 @@ def test_three_units_are_in_memory_while_states_in_a_file_are_updated(
     for _ in range(3):
         train(parallel, stepping, 1)
         peaks.append(ledger.peak_bytes)
-        assert ledger.held_bytes == 0
-        ledger.reset_peak()
 
-    assert peaks[0] <= 3 * stepping.unit_bytes  # states are made in it
+    assert 2 * stepping.unit_bytes <= peaks[0] <= 3 * stepping.unit_bytes  # states are made in it
     assert peaks[1:] == [3 * stepping.unit_bytes] * 2
+    assert ledger.held_bytes == 3 * stepping.unit_bytes  # used again
     assert list(tmp_path.iterdir()) == []
 
 
@@ -240,7 +239,7 @@ def test_a_file_that_fails_in_an_update_leaves_parameters_in_the_file(
     with pytest.raises(OffloadError, match="Input/output error"):
         train(parallel, stepping, 1)
 
-    assert offload.states.ledger.held_bytes == 0
+    assert offload.states.ledger.held_bytes <= 2 * stepping.unit_bytes
     assert all(bool(p.parameter.isfinite().all()) for p in parallel.pieces.values())
 
 

@@ -12,7 +12,7 @@ _ALIGNMENT = 64
 
 
 class Buffers:
-    """Memory in pieces of one size, counted while it exists and used again.
+    """Memory in pieces of one size, counted and used again.
 
     Args:
         num_bytes: Of each.
@@ -23,24 +23,21 @@ class Buffers:
         self._num_bytes = num_bytes
         self._ledger = ledger
         self._free: list[torch.Tensor] = []
-        self._num = 0
 
     def take(self) -> torch.Tensor:
         """Return one that nobody uses, as bytes."""
         if self._free:
             return self._free.pop()
         self._ledger.take(self._num_bytes)
-        self._num += 1
         return torch.empty(self._num_bytes, dtype=torch.uint8)
 
     def give(self, memory: torch.Tensor) -> None:
         """Let others use it."""
         self._free.append(memory)
 
-    def close(self) -> None:
-        """Give the memory of all back."""
-        self._ledger.give(self._num * self._num_bytes)
-        self._free, self._num = [], 0
+    def drop(self) -> None:
+        """Forget one that was taken: somebody may still read or write it."""
+        self._ledger.give(self._num_bytes)
 
 
 def buffer_bytes(sizes: Sequence[int]) -> int:

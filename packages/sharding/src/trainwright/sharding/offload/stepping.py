@@ -98,7 +98,6 @@ class OffloadedStep:
         for states in self._held:
             if not states.has_gradients:
                 continue
-            states.take_in()
             states.step()
             states.take_in()
             returns.append(states.unit.give_back(states.unit.masters.tensor, nothing))

@@ -54,12 +54,14 @@ class StatesStream:
         self._held = held
         self._ledger = ledger
         self.unit_bytes = max((buffer_bytes(_sizes(states)) for states in held), default=0)
+        # Kept from update to update: memory that is new is slow.
+        self._buffers = Buffers(self.unit_bytes, ledger)
 
     def run(self) -> None:
         """Update every unit that has gradients."""
         due = [states for states in self._held if states.has_gradients]
         reads_ahead = all(states.are_complete for states in due)
-        buffers = Buffers(self.unit_bytes, self._ledger)
+        buffers = self._buffers
         visits: deque[_Visit] = deque()  # the last may be being read, all before are being written
         try:
             for number, states in enumerate(due):
@@ -74,9 +76,9 @@ class StatesStream:
                 self._update(visit)
             self._make_room(visits, buffers, 0)
         finally:
-            for visit in visits:
+            for visit in visits:  # where something failed
                 _leave(visit)
-            buffers.close()
+                buffers.drop()
 
     def _update(self, visit: _Visit) -> None:
         states, unit = visit.states, visit.states.unit
