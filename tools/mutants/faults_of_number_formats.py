@@ -73,14 +73,6 @@ FAULTS_OF_MASTERS = (
         _in("master", "masters_start_from"),
     ),
     Fault(
-        "the gradient of the step before is applied where there is none now",
-        f"{PRECISION}/master.py",
-        "            self._masters[index].grad = self._gradient(index)",
-        "            if self._weights[index].grad is not None:\n"
-        "                self._masters[index].grad = self._gradient(index)",
-        _in("master", "stale_gradient or without_gradient"),
-    ),
-    Fault(
         "a weight that was put into the model is rounded over",
         f"{PRECISION}/master.py",
         "            self._comparison.take_over(weight, master)",

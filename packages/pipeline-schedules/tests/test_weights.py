@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainwright.pipeline_schedules import (
@@ -160,6 +160,7 @@ def fewest_gathers(stages: Sequence[int], most: int) -> int:
     order=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2)), min_size=1, max_size=12),
     keep=st.integers(1, 4),
 )
+@example(order=[(stage, 1) for stage in (0, 1, 2, 3, 0, 1)], keep=3)
 def test_no_other_order_of_gathers_within_the_same_room_needs_fewer(
     order: list[tuple[int, int]], keep: int
 ) -> None:
