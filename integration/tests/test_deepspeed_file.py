@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from trainwright.integration.cli import main
 from trainwright.integration.config import RunConfig
@@ -156,9 +159,9 @@ def test_a_key_sets_what_it_means_here(block: Mapping[str, Any], leaves: Mapping
             "offload_optimizer to nvme needs nvme_path",
         ),
         ({"zero_optimization": {"mics_shard_size": 2}}, "dp_shard=M"),
-        ({"train_batch_size": "8"}, "train_batch_size must be a number, got '8'"),
+        ({"train_batch_size": "8"}, "train_batch_size must be a finite number, got '8'"),
         ({"train_batch_size": 0}, "a whole number from 1, got 0"),
-        ({"train_batch_size": True}, "must be a number, got true"),
+        ({"train_batch_size": True}, "must be a finite number, got true"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled says float16 and"),
         ({"fp16": {"enabled": True, "loss_scale": -1}}, "fp16.loss_scale must be from 0"),
         ({"optimizer": {"type": "Lamb"}}, "'Lamb' is not available"),
@@ -365,6 +368,12 @@ def _train(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return [{name: line[name] for name in computed if name in line} for line in lines]
 
 
+def _weights_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    exported = folder.parent / "exported"
+    assert main(["export", str(folder), str(exported), "--step", str(step)]) == 0
+    return load_file(exported / "model.safetensors")
+
+
 def test_the_offload_blocks_of_the_textbook_sample_can_be_dropped() -> None:
     path = parse_tolerantly(TEXTBOOK)
 
@@ -424,8 +433,48 @@ def test_the_textbook_sample_trains_as_the_same_run_by_options(
     assert told.count("offload_optimizer.pin_memory is ignored") == 1
     assert told.count("reduce_bucket_size has no effect at stage 3") == 1
     assert by_file == by_options
+    ends = [_weights_of(tmp_path / name / "run", step=2) for name in ("by_file", "by_options")]
+    assert ends[0].keys() == ends[1].keys() > {"model.embed_tokens.weight", "lm_head.weight"}
+    for name, weight in ends[1].items():
+        assert torch.equal(ends[0][name], weight), name
     assert by_file[0]["tokens"] == 2 * 4 * 2 * 16
     saved = RunConfig.load(tmp_path / "by_file" / "run" / "config.json")
     assert saved.dtype == "bfloat16"
     assert saved.parallel.offload == "parameters"
     assert saved.sizes.global_batch == 16
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"gradient_clipping": 10**400}, ["gradient_clipping must be a finite number"]),
+        ({"gradient_clipping": math.nan}, ["gradient_clipping must be a finite number"]),
+        ({"train_batch_size": math.inf}, ["train_batch_size must be a finite number"]),
+        ({"train_batch_size": True}, ["train_batch_size must be a finite number, got true"]),
+        ({"train_batch_size": -4}, ["train_batch_size must be a whole number from 1, got -4"]),
+        ({"train_batch_size": [4]}, ["train_batch_size must be a finite number, got [4]"]),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 5000}},
+            ["fp16.initial_scale_power must be at most 127, got 5000"],
+        ),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 10**400}},
+            ["fp16.loss_scale must be a finite number"],
+        ),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 10**400}}}, ["params.lr must be"]),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 10**400}}},
+            ["warmup_max_lr must be a finite number"],
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2.5}}},
+            ["warmup_num_steps must be a whole number"],
+        ),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_machine_holds_are_refused(block: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_deepspeed(block)
+    for word in words:
+        assert word in str(caught.value)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainwright.collectives import Communicator, LocalWorld
@@ -195,7 +196,7 @@ _SIZE = st.none() | st.integers(1, 12)
 
 
 @given(whole=st.none() | st.integers(1, 96), micro=_SIZE, count=_SIZE, dp=_SIZE, pp=_SIZE)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_sizes_multiply_out_keep_what_is_set_and_are_refused_only_where_nothing_fits(
     whole: int | None, micro: int | None, count: int | None, dp: int | None, pp: int | None
 ) -> None:
@@ -365,3 +366,52 @@ def test_numbers_are_told_with_what_they_count_and_checkpoints_with_their_place(
         "checkpoints every 5 steps and at the end, of which the last 2 stay and those of every 10 "
         "steps: a/b"
     )
+
+
+words = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="@,\0"), min_size=1, max_size=12
+)
+DRAWN: dict[str, st.SearchStrategy[Any]] = {
+    "steps": st.integers(1, 2**63 - 1),
+    "seed": st.integers(0, 2**63 - 1),
+    "dtype": st.sampled_from(["float32", "float64", "bfloat16", "fp8-row"]),
+    "layout": st.sampled_from(["dp=1", "dp=4,dp_shard=2", "pp=2,tp=2", "dp=2,cp=2,ep=4"]),
+    "zero": st.integers(0, 3),
+    "bucket_bytes": st.none() | st.integers(1, 2**40),
+    "reduce_dtype": st.sampled_from([None, "bfloat16"]),
+    "overlap": st.booleans(),
+    "schedule": st.sampled_from(["1f1b", "zb-v"]),
+    "sequence_length": st.integers(1, 2**40),
+    "microbatches": st.none() | st.integers(1, 9),
+    "z_loss": st.none() | st.floats(1e-12, 1e12),
+    "data": st.none() | words,
+    "text_field": words,
+    "held_out_share": st.floats(0.001, 0.5),
+    "lr": st.floats(1e-300, 1e300),
+    "clip": st.floats(0.0, 1e300),
+    "weight_decay": st.none() | st.floats(0.0, 10.0),
+    "beta1": st.none() | st.floats(0.0, 0.999),
+    "warmup": st.none() | st.integers(0, 2**62),
+    "keep": st.none() | st.integers(1, 9),
+    "async_save": st.booleans(),
+    "guards": words,
+    "exclude": st.none() | words,
+    "measure_every": st.none() | st.integers(0, 9),
+}
+
+
+@settings(max_examples=40)
+@given(st.fixed_dictionaries({}, optional=DRAWN), st.sampled_from([".json", ".yaml"]))
+@example({"data": "none", "lr": 5e-324, "clip": -0.0}, ".json")
+@example({"data": "--steps", "text_field": "yes", "guards": "1e3"}, ".yaml")
+def test_settings_say_the_same_printed_on_the_command_line_and_in_a_file(
+    leaves: dict[str, Any], ending: str
+) -> None:
+    config = RunConfig.of(**leaves)
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"printed{ending}"
+        path.write_text(config.text(), encoding="utf-8")
+        assert RunConfig.load(path) == config
+    assert settle(parser().parse_args(["train", *written(config)]))[0] == config
+    assert RunConfig().evolve(**config.leaves()) == config

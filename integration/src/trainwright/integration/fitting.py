@@ -160,7 +160,7 @@ def _check_activations(config: RunConfig) -> None:
         )
     try:
         parse_keeper(offload, config.activations.compress_activations)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(f"--offload-activations {offload}: {error}") from error
 
 

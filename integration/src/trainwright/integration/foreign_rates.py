@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -66,7 +67,7 @@ def near(name: str, known: Mapping[str, object]) -> str:
 def _number(least: float) -> Callable[[Any, Any, Any], None]:
     def check(owner: Any, field: attrs.Attribute[Any], value: Any) -> None:
         right = isinstance(value, int | float) and not isinstance(value, bool)
-        if not right or not least <= value < math.inf:
+        if not right or not least <= value <= sys.float_info.max:
             raise ConfigError(
                 f"--scheduler: {type(owner).__name__}'s {field.name} must be a finite number from "
                 f"{least}, got {value!r}"
@@ -77,7 +78,7 @@ def _number(least: float) -> Callable[[Any, Any, Any], None]:
 
 def _whole(least: int) -> Callable[[Any, Any, Any], None]:
     def check(owner: Any, field: attrs.Attribute[Any], value: Any) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
             raise ConfigError(
                 f"--scheduler: {type(owner).__name__}'s {field.name} must be a whole number from "
                 f"{least}, got {value!r}"

@@ -13,7 +13,9 @@ from trainwright.integration.errors import ConfigError
 
 
 def positive(_: Any, field: attrs.Attribute[Any], value: float) -> None:
-    """Refuse what is not a positive finite number."""
+    """Refuse what is not a positive finite number, or too large for a 64-bit whole number."""
+    if isinstance(value, int) and value >= 2**63:
+        raise ConfigError(f"{option(field.name)} must be below 2**63, got {value}")
     if not 0 < value < math.inf:
         raise ConfigError(f"{option(field.name)} must be positive and finite, got {value}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -162,8 +162,9 @@ def whole(least: int) -> Callable[[str, Any], int]:
 
 def number_of(key: str, value: Any) -> float:
     """Read a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{key} must be a number, got {shown(value)}")
+    right = isinstance(value, int | float) and not isinstance(value, bool)
+    if not right or not abs(value) <= sys.float_info.max:
+        raise ConfigError(f"{key} must be a finite number, got {shown(value)}")
     return float(value)
 
 

@@ -19,6 +19,8 @@ from trainwright.integration.deepspeed.draft import (
 )
 from trainwright.integration.errors import ConfigError
 
+_GREATEST_POWER = 127
+"""The loss is scaled in float32, whose greatest number is below 2**128."""
 _MASTERS = "weights are updated in at least float32"
 
 
@@ -71,7 +73,10 @@ def _loss_scale(draft: Draft, key: str, value: Any) -> None:
 
 
 def _scale_power(key: str, value: Any) -> float:
-    return 2.0 ** whole(0)(key, value)
+    power = whole(0)(key, value)
+    if power > _GREATEST_POWER:
+        raise ConfigError(f"{key} must be at most {_GREATEST_POWER}, got {value}")
+    return 2.0**power
 
 
 def _min_scale(key: str, value: Any) -> float:

@@ -15,6 +15,8 @@ from trainwright.integration.values import option
 
 Check = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 HELP = "help"
+NONE = "none"
+"""The text that stands for None."""
 
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -53,7 +55,7 @@ class Kind:
         Raises:
             ValueError: the text is no such value.
         """
-        if self.optional and text == "none":
+        if self.optional and text == NONE:
             return None
         if self.many:
             return tuple(self.base(item) for item in text.split(",") if item)
@@ -62,7 +64,7 @@ class Kind:
     def write(self, value: object) -> str:
         """Return the text from which `parse` reads the value."""
         if value is None:
-            return "none"
+            return NONE
         if isinstance(value, tuple):
             return ",".join(str(item) for item in value)
         return str(value)

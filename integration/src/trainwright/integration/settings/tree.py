@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import attrs
 
 from trainwright.integration.errors import ConfigError
-from trainwright.integration.settings.leaf import HELP, Kind, kinds_of
+from trainwright.integration.settings.leaf import HELP, NONE, Kind, kinds_of
 
 Tree = TypeVar("Tree", bound=attrs.AttrsInstance)
 
@@ -67,6 +67,8 @@ def values_of(tree: attrs.AttrsInstance) -> dict[str, Any]:
 def evolve(tree: Tree, values: Mapping[str, Any]) -> Tree:
     """Return the tree with other values of some leaves.
 
+    Of a leaf that may be None the text ``none`` says so, in files as on the command line.
+
     Raises:
         ConfigError: there is no such leaf (the nearest is named), or its value is not allowed.
     """
@@ -76,6 +78,8 @@ def evolve(tree: Tree, values: Mapping[str, Any]) -> Tree:
         if name not in leaves:
             raise ConfigError(f"unknown setting {name!r}{_hint(name, leaves)}")
         leaf = leaves[name]
+        if leaf.kind.optional and value == NONE:
+            value = None
         is_list = leaf.kind.many and isinstance(value, list)
         changes.setdefault(leaf.section, {})[name] = tuple(value) if is_list else value
     top = changes.pop("", {})
