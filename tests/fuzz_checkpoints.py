@@ -31,9 +31,15 @@ from trainwright.checkpointing.activations.planning import (
     plan_from_json,
     plan_to_json,
 )
-from trainwright.checkpointing.errors import CheckpointingError, PlanError, PolicyError
+from trainwright.checkpointing.errors import (
+    CheckpointingError,
+    DamagedCheckpointError,
+    PlanError,
+    PolicyError,
+)
 from trainwright.checkpointing.state.catalog import Saved
 from trainwright.checkpointing.state.header import parse_header
+from trainwright.checkpointing.state.inspection import examine, list_checkpoints
 from trainwright.checkpointing.state.manifest import decode_manifest, read_manifest
 from trainwright.checkpointing.state.reading import Checkpoint
 from trainwright.checkpointing.state.tensor_file import FileRecord, TensorFile
@@ -224,6 +230,28 @@ def _whole_checkpoint(
     return Reader(read, [body_of(contents(files, index))], (CheckpointingError,), same_tensors)
 
 
+def folders() -> Reader:
+    """Return what looks over a folder of checkpoints, one of which has a damaged manifest."""
+    files, folder = saved_files()
+    StateStore(ROOT, files=files, run="r", block_bytes=32).save(4, state())
+    path = folder / "manifest.json"
+    whole = contents(files, path)
+
+    def read(data: bytes) -> object:
+        put(files, path, data if data.startswith(b'{"crc32"') else sealed(data))
+        store = StateStore(ROOT, files=files, run="r")
+        complete, broken = list_checkpoints(ROOT, files=files)
+        found = [(saved.folder, saved.manifest.step) for saved in complete]
+        assert 4 in store.steps(), "the sound one must be found"
+        healths = [(health.folder, health.problems) for health in examine(ROOT, files=files)]
+        seen = found, store.steps(), store.runs(), store.leftovers(), store.latest(), healths
+        if broken:
+            raise DamagedCheckpointError(broken[0][1])
+        return seen
+
+    return Reader(read, [body_of(whole), whole, _FORMAT_1], (CheckpointingError,))
+
+
 def _costs() -> list[ChainCosts | OperatorCosts]:
     choices = [Offload("cpu", 1e9, 2e9), Compress("int8", 0.25, 1e9, 1e9)]
     layer = LayerCost("a", 1.0, 2.0, 64, 128, output_saved=True)
@@ -277,6 +305,7 @@ READERS: dict[str, Callable[[], Reader]] = {
     "checkpoint tensor file": tensor_files,
     "checkpoint index": indexes,
     "checkpoint load": loads,
+    "checkpoint folder": folders,
     "activation plan": plans,
     "activation costs": costs,
     "activation policy": policies,

@@ -26,7 +26,7 @@ import attrs
 
 from tests.mutations import mutant
 
-PARTS = 5  # of a long test: each stays under the time after which pytest ends a test
+PARTS = 20  # of a long test: each stays under the time after which pytest ends a test
 SAMPLE = 100  # inputs a reader in the suites that run by default
 
 _SHRINK_S = 20.0

@@ -399,6 +399,30 @@ def test_a_state_is_not_saved_within_a_step_nor_loaded_into_other_layers():
         longer.load_state_dict(saved)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"num_steps": -1},
+        {"num_steps": None},
+        {"history": 7},
+        {"scale": None},
+        {"history": {"up.input": [0.0], "up.weight": [0.0], "up.gradient": [0.0]}},
+        {"scale": {"up.input": 1.0, "up.weight": 1.0, "up.gradient": 1.0}},
+    ],
+)
+def test_a_state_of_other_things_than_tensors_is_refused_and_changes_nothing(damage):
+    state = Float8State(Delayed(history=1), {"up": Scope()})
+    before = state.state_dict()
+    assert set(before["history"]) == {"up.input", "up.weight", "up.gradient"}
+
+    with pytest.raises(PrecisionError):
+        state.load_state_dict({**before, "num_steps": 3, **damage})
+    with pytest.raises(PrecisionError, match="must hold num_steps, history, scale"):
+        state.load_state_dict({})
+
+    assert state.num_steps == 0
+
+
 def test_a_backward_after_the_end_of_its_step_is_refused():
     model = make_model()
     state = convert_linears(model, Delayed(), keep_ends=False)

@@ -237,6 +237,33 @@ def test_a_state_loads_into_one_that_is_kept_otherwise(source, target):
     run(None, target, 2, 9, loaded, weights)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"format": "e9m9"},
+        {"format": []},
+        {"format": "bfloat16"},
+        {"codes": None},
+        {"codes": torch.zeros(3, dtype=torch.uint8)},
+        {"block": 0},
+        {"block": 96},
+        {"block": None},
+        {"scales": None},
+        {"scales": torch.ones(1)},
+        {"scales": torch.ones(3, dtype=torch.int64)},
+    ],
+)
+def test_a_kept_moment_whose_parts_do_not_fit_is_refused(damage):
+    _, optimizer = run(OPTIMIZERS["adamw"], BlockMoments(16, 1))
+    saved = reload(optimizer.state_dict())
+    first = next(iter(saved["state"].values()))
+    kept = next(key for key, value in first.items() if isinstance(value, dict))
+    first[kept] = {**first[kept], **damage}
+
+    with pytest.raises(PrecisionError, match=kept):
+        optimizer.load_state_dict(saved)
+
+
 def test_only_a_bundle_of_moments_is_in_float32_at_a_time(monkeypatch):
     monkeypatch.setattr(bundles, "BUNDLE_NUMEL", 1000)
     seen, places = [], set()

@@ -166,7 +166,7 @@ def decode_moment(kept: Mapping[str, Any], out: torch.Tensor) -> None:
 
 def check_kept(name: str, key: str, kept: Mapping[str, Any], shape: torch.Size) -> None:
     """Raise PrecisionError unless a kept moment is one of a tensor of ``shape``."""
-    known = kept.get("format") == "bfloat16" or kept.get("format") in _FORMATS
+    known = kept.get("format") in ("bfloat16", *_FORMATS)
     codes = kept.get("codes")
     if not known or not isinstance(codes, torch.Tensor) or codes.shape != shape:
         found = tuple(codes.shape) if isinstance(codes, torch.Tensor) else None
@@ -174,6 +174,21 @@ def check_kept(name: str, key: str, kept: Mapping[str, Any], shape: torch.Size) 
             f"{key} of {name} must be codes of bfloat16, e4m3 or e5m3 of shape {tuple(shape)}, got "
             f"{kept.get('format')!r} of shape {found}"
         )
+    wanted = torch.bfloat16 if kept["format"] == "bfloat16" else torch.uint8
+    if codes.dtype != wanted:
+        raise PrecisionError(f"{key} of {name} must have codes of {wanted}, got {codes.dtype}")
+    if wanted == torch.uint8:
+        _check_blocks(f"{key} of {name}", kept.get("block"), kept.get("scales"), codes.numel())
+
+
+def _check_blocks(what: str, block: object, scales: object, numel: int) -> None:
+    if type(block) is not int or block < 1 or _PIECE % block:
+        raise PrecisionError(f"{what} must have a power of two up to {_PIECE} as block: {block!r}")
+    count = -(-numel // block)
+    is_one = isinstance(scales, torch.Tensor) and scales.dtype == torch.float32
+    if not is_one or scales.shape != (count,):  # type: ignore[attr-defined]
+        found = tuple(scales.shape) if isinstance(scales, torch.Tensor) else scales
+        raise PrecisionError(f"{what} must have {count} float32 scales, got {found!s:.80}")
 
 
 def round_to_bfloat16(values: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

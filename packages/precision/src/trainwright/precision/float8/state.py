@@ -11,6 +11,7 @@ import torch
 
 from trainwright.collectives import Communicator, ReduceOp
 from trainwright.precision.errors import PrecisionError
+from trainwright.precision.scale_settings import as_count
 
 from .bound import Float8Products
 from .memory import AmaxMemory
@@ -127,9 +128,10 @@ class Float8State:
         """Take over what `state_dict` gave; what a begun step has met is forgotten.
 
         Raises:
-            PrecisionError: the names or the length of the history are others.
+            PrecisionError: the names or the length of the history are others, or something is no
+                tensor; nothing is changed then.
         """
-        history, scale = state_dict["history"], state_dict["scale"]
+        num_steps, history, scale = _parts(state_dict)
         for given, what in ((history, "histories"), (scale, "scales")):
             if set(given) != set(self._memories):
                 differing = sorted(set(given) ^ set(self._memories))
@@ -138,12 +140,16 @@ class Float8State:
                     f"as {differing[0]!r}; convert the same layers under the same recipe"
                 )
         for name, steps in history.items():
+            if not _is_number(scale[name]):
+                raise PrecisionError(f"the scale of {name!r} must be a tensor of one number")
+            if not isinstance(steps, torch.Tensor) or not steps.is_floating_point():
+                raise PrecisionError(f"the history of {name!r} must be a tensor of magnitudes")
             if steps.shape != self._history_HT.shape[:1]:
                 raise PrecisionError(
                     f"the history of {name!r} has shape {list(steps.shape)}, that of the recipe "
                     f"{len(self._history_HT)} steps; load with the recipe that was saved"
                 )
-        self.num_steps = int(state_dict["num_steps"])
+        self.num_steps = num_steps
         for number, (name, memory) in enumerate(self._memories.items()):
             self._history_HT[:, number] = history[name].to(self._history_HT)
             memory.scale = scale[name].detach().clone()
@@ -186,3 +192,17 @@ class Float8State:
         for memory, is_blank in zip(self._memories.values(), blank, strict=True):
             memory.is_blank = is_blank
             memory.num_steps = self.num_steps
+
+
+def _parts(state_dict: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], Mapping[str, Any]]:
+    names = ("num_steps", "history", "scale")
+    if not isinstance(state_dict, Mapping) or not set(names) <= set(state_dict):
+        raise PrecisionError(f"a Float8State must hold {', '.join(names)}, got {state_dict!s:.80}")
+    history, scale = state_dict["history"], state_dict["scale"]
+    if not isinstance(history, Mapping) or not isinstance(scale, Mapping):
+        raise PrecisionError("histories and scales must be dictionaries by name of a matrix")
+    return as_count("num_steps", state_dict["num_steps"]), history, scale
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == ()
