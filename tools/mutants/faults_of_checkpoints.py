@@ -63,13 +63,6 @@ FAULTS_OF_STATE = (
         _in("asynchronous", "nothing_that_changes"),
     ),
     Fault(
-        "a save in the background writes what plain values become meanwhile",
-        f"{STATE}/snapshot.py",
-        "copy.deepcopy(leaves.plain)",
-        "leaves.plain",
-        _in("asynchronous", "nothing_that_changes"),
-    ),
-    Fault(
         "tensors of equal size share the memory of their copies",
         f"{STATE}/snapshot.py",
         "        buffer = self._buffers.get(path)",
