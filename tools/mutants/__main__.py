@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     kept = options.out or options.resume
     found = results.read(options.resume, chosen) if options.resume else {}
     left = [fault for fault in chosen if fault not in found]
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    aside = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with aside as folder, contextlib.ExitStack() as stack:
         trees = copies(Path(folder), options.workers)
         runners = [stack.enter_context(Runner(tree)) for tree in trees]
         for fault, outcome in outcomes(left, runners, options.all_tests):

@@ -46,13 +46,14 @@ def outcomes(
         finally:
             free.put(runner)
 
-    with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
-        waiting = {pool.submit(work, fault): fault for fault in faults}
-        try:
-            for future in concurrent.futures.as_completed(waiting):
-                yield waiting[future], future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool = concurrent.futures.ThreadPoolExecutor(len(runners))
+    waiting = {pool.submit(work, fault): fault for fault in faults}
+    try:
+        for future in concurrent.futures.as_completed(waiting):
+            yield waiting[future], future.result()
+    finally:
+        # Where this is interrupted whoever has the runners ends what they run.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def outcome_of(fault: Fault, runner: Runner, all_tests: bool = False) -> Outcome:
