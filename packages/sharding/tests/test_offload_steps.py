@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainwright.sharding.data import (
     offloaded_step,
     parameter_groups,
 )
+from trainwright.sharding.data.away import Turns
 from trainwright.sharding.offload import (
     FileStore,
     HostMemory,
@@ -403,3 +405,45 @@ def test_states_of_several_ranks_may_share_a_folder(tmp_path: Path) -> None:
     sizes = LocalWorld(2, timeout_s=30.0).run(run)
 
     assert all(size >= 16 * ELEMENTS // 2 for size in sizes)
+
+
+def test_gathers_of_weights_that_are_fetched_begin_in_the_order_in_which_they_are_asked_for() -> (
+    None
+):
+    turns, said = Turns(), []
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait(self, timeout_s: float | None = None) -> None:
+            said.append(f"wait {self.name}")
+
+        def is_done(self, within_s: float = 0.0) -> bool:
+            return True
+
+    def begin(number: int) -> Noted:
+        said.append(f"begin {number}")
+        return Noted(f"gather {number}")
+
+    gathers = [turns.ask(Noted(f"fetch {n}"), partial(begin, n)) for n in range(3)]
+    assert said == ["wait fetch 0", "begin 0", "wait fetch 1", "begin 1"]
+    assert [gather.is_done() for gather in gathers] == [True, True, False]
+    gathers[0].wait()
+    gathers[2].wait()
+
+    assert said[4:] == ["wait gather 0", "wait fetch 2", "begin 2", "wait gather 2"]
+
+
+def test_what_is_in_a_file_takes_no_memory(tmp_path: Path) -> None:
+    offload = offload_to_folder(tmp_path)
+    parallel = shared_out(offload, 1)
+    optimizer = adamw(parallel)
+    train(parallel, offloaded_step(optimizer, [parallel], offload), 1)
+    store = offload.states
+    assert isinstance(store, FileStore)
+
+    for piece in parallel.pieces.values():
+        assert store.holds(piece.parameter)
+        assert store.holds(optimizer.state[piece.parameter]["exp_avg"])
+    assert not any(store.holds(parameter) for parameter in parallel.module.parameters())

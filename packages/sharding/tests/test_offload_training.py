@@ -238,3 +238,33 @@ def test_a_step_that_was_given_up_leaves_no_gradient(
         )
     for one, other in zip(wanted, found, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("to_file", [False, True], ids=["host", "file"])
+def test_ranks_that_use_different_layers_gather_offloaded_weights_together(to_file: bool) -> None:
+    plan = NetworkPlan(dtype=torch.float32, depth=5)
+    case = Case(plan, 3, 3)
+
+    def run(world: Communicator, offload: Offload | None) -> dict[str, torch.Tensor]:
+        parallel, optimizer, stepping = build(world, case, offload)
+        for step in range(3):
+            parallel.zero_grad()
+            parallel.last_backward()
+            skipped = frozenset({(world.rank + step) % 5, (2 * world.rank) % 5})
+            parallel.module(torch.ones(1, plan.inputs), skipped).sum().backward()
+            parallel.reduce()
+            parallel.wait()
+            stepping.step()
+            parallel.publish()
+        return kept(parallel, optimizer)
+
+    def away(world: Communicator) -> dict[str, torch.Tensor]:
+        if not to_file:
+            return run(world, offload_to_host(weights=True, link_bytes_s=1e5))
+        return run(world, offload_to_folder(folder, weights=True, file_bytes_s=1e6))
+
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = LocalWorld(3, timeout_s=30.0).run(run, None)
+        found = LocalWorld(3, timeout_s=30.0).run(away)
+    for one, other in zip(wanted, found, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 import attrs
+import torch
 from torch import nn
 
 from trainwright.integration.model import DecoderStage
 from trainwright.sharding.data import DataParallel, GroupLayout, Piece
-from trainwright.sharding.offload import Offload
+from trainwright.sharding.offload import FileStore, Offload
 
 
 @attrs.frozen(eq=False)
@@ -58,6 +59,11 @@ class Chunks:
     def layout(self) -> tuple[GroupLayout, ...]:
         """Where each parameter lies in the flat buffers."""
         return tuple(group for each in self._each() for group in each.layout)
+
+    def is_in_file(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor takes no memory because its elements are in a file."""
+        store = None if self.offload is None else self.offload.states
+        return isinstance(store, FileStore) and store.holds(tensor)
 
     def zero_grad(self) -> None:
         """Begin a step: forget all gradients."""

@@ -81,7 +81,9 @@ class RankMeasures:
         parts = self._parts
         if parts.is_measured(self._progress.step + 1):
             model = parts.model
-            self._states = state_bytes(model.stages.values(), model.pieces, parts.optimizer)
+            self._states = state_bytes(
+                model.stages.values(), model.pieces, parts.optimizer, model.is_in_file
+            )
 
     def _mine(
         self, record: StepRecord, timeline: tuple[Timed, ...], compute: float

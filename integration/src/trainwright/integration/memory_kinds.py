@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ from trainwright.sharding.data import Piece
 
 
 def state_bytes(
-    modules: Iterable[nn.Module], pieces: Mapping[str, Piece], optimizer: torch.optim.Optimizer
+    modules: Iterable[nn.Module],
+    pieces: Mapping[str, Piece],
+    optimizer: torch.optim.Optimizer,
+    is_in_file: Callable[[torch.Tensor], bool] = lambda tensor: False,
 ) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer states that this rank holds now.
 
@@ -27,16 +30,21 @@ def state_bytes(
         modules: this rank's parts of the model.
         pieces: what the optimizer updates.
         optimizer: whose states.
+        is_in_file: says of a tensor that it takes no memory.
     """
     held = list(modules)
     parameters = [p for module in held for p in module.parameters()]
     masters = [piece.parameter for piece in pieces.values()]
     buffers = [buffer for module in held for buffer in module.buffers()]
+    kinds: dict[str, Iterable[torch.Tensor | None]] = {
+        "weights": [*parameters, *buffers],
+        "gradients": [p.grad for p in (*parameters, *masters)],
+        "optimizer": [*masters, *_states(optimizer)],
+    }
     seen: set[tuple[torch.device, int]] = set()
     return {
-        "weights": _bytes([*parameters, *buffers], seen),
-        "gradients": _bytes([p.grad for p in (*parameters, *masters)], seen),
-        "optimizer": _bytes([*masters, *_states(optimizer)], seen),
+        kind: _bytes((t for t in tensors if t is None or not is_in_file(t)), seen)
+        for kind, tensors in kinds.items()
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -31,6 +32,7 @@ class AwayWeights:
         kept: This rank's part of the weights, on the device or in a slot of its own.
         masters: Where the masters are kept; None of weights that are not trained.
         weights: The slot of ``kept``; None where that stays on the device.
+        turns: Of gathers from there.
 
     ``sums`` is where summed gradients are kept, set where there are some.
     """
@@ -41,7 +43,9 @@ class AwayWeights:
         kept: torch.Tensor,
         masters: Slot | None,
         weights: Slot | None,
+        turns: Turns,
     ) -> None:
+        self.turns = turns
         self._offload = offload
         self._kept = kept
         self._masters = masters
@@ -141,6 +145,60 @@ class AwayWeights:
 
     def _version(self) -> int:
         return sum(parameter._version for parameter in self.parameters)
+
+
+class Turns:
+    """Gathers on one communicator whose inputs are still on their way: they begin in order.
+
+    Each begins when the next one is asked for, or its result is: what it sends is fetched beside
+    computing, and all ranks, which ask in one order, begin them in that order.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[LaterGather] = deque()
+
+    def ask(self, fetched: Work, begin: Callable[[], Work]) -> LaterGather:
+        """Return a gather that begins once its input is fetched, after those before it."""
+        self.begin_through(self._waiting[-1] if self._waiting else None)
+        gather = LaterGather(self, fetched, begin)
+        self._waiting.append(gather)
+        return gather
+
+    def begin_through(self, last: LaterGather | None) -> None:
+        """Begin all gathers up to one of those that wait."""
+        while last is not None and last in self._waiting:
+            self._waiting.popleft().begin()
+
+
+class LaterGather:
+    """A gather that may not have begun.
+
+    Args:
+        turns: Those before it.
+        fetched: What it sends is here.
+        start: Starts it.
+    """
+
+    def __init__(self, turns: Turns, fetched: Work, start: Callable[[], Work]) -> None:
+        self._turns = turns
+        self._fetched = fetched
+        self._start = start
+        self._work: Work | None = None
+
+    def begin(self) -> None:
+        """Wait for the input, and start."""
+        self._fetched.wait()
+        self._work = self._start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Begin it and those before it, and wait for it."""
+        self._turns.begin_through(self)
+        assert self._work is not None
+        self._work.wait(timeout_s)
+
+    def is_done(self, within_s: float = 0.0) -> bool:
+        """Return whether it has begun and all has come."""
+        return self._work is not None and self._work.is_done(within_s)
 
 
 @attrs.frozen(eq=False)

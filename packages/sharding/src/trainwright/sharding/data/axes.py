@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from trainwright.collectives import Communicator, ShardSpec, SingleCommunicator
+from trainwright.sharding.data.away import Turns
 from trainwright.sharding.data.layout import GroupKey
 from trainwright.sharding.mesh import Mesh
 from trainwright.sharding.placement import Placement, Shard
@@ -29,6 +30,7 @@ class DataAxes:
         self._mesh = mesh
         self._is_hybrid = stage > 0 and mesh.size("dp_replicate") > 1
         self._gathers: dict[tuple[str, ...], Communicator] = {}
+        self._turns: dict[tuple[str, ...], Turns] = {}
 
     def data(self, key: GroupKey) -> Communicator:
         """Return what joins the ranks that buckets are reduced over first, and cut for."""
@@ -46,6 +48,10 @@ class DataAxes:
             assert part is not None
             self._gathers[axes] = part
         return self._gathers[axes]
+
+    def turns(self, key: GroupKey) -> Turns:
+        """Return the order of gathers on the communicator of `gathers`."""
+        return self._turns.setdefault(self.cut_axes(key), Turns())
 
     def cut_weights(self, entry_axes: Mapping[str, Placement]) -> tuple[str, ...]:
         """Return the axes of several ranks on which a weight is cut, by its placement."""

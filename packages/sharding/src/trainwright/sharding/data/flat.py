@@ -88,7 +88,7 @@ def _make_weights(
         full = travelling(read_on, numel, key.weight_dtype, device).copy_(masters)
     if policy.stage == 0:
         made = FlatWeights(full, full, masters, data, is_cut=False)
-        return _offloaded(made, key, offload) if offload is not None else made
+        return _offloaded(made, key, offload, axes) if offload is not None else made
     part_numel = numel // data.size
     mine = slice(data.rank * part_numel, (data.rank + 1) * part_numel)
     kept = full[mine]
@@ -101,7 +101,7 @@ def _make_weights(
     if is_cut and key.is_coded:
         coded = _make_codes(plan, entries, data, kept)
     made = FlatWeights(full, kept, masters[mine] if leaves else kept_masters, comm, is_cut, coded)
-    return _offloaded(made, key, offload) if offload is not None else made
+    return _offloaded(made, key, offload, axes) if offload is not None else made
 
 
 def _fill(
@@ -126,7 +126,7 @@ def _fill(
     return masters
 
 
-def _offloaded(made: FlatWeights, key: GroupKey, offload: Offload) -> FlatWeights:
+def _offloaded(made: FlatWeights, key: GroupKey, offload: Offload, axes: DataAxes) -> FlatWeights:
     """Keep the masters of weights away from the device, and maybe this rank's part of them."""
     device = made.full.device
     masters = kept = None
@@ -141,7 +141,7 @@ def _offloaded(made: FlatWeights, key: GroupKey, offload: Offload) -> FlatWeight
         offload.device.take(made.kept.numel() * made.kept.itemsize)
     offload.device.take(made.full.numel() * made.full.itemsize)
     made.masters = made.kept if masters is None else masters.tensor
-    made.away = AwayWeights(offload, made.kept, masters, kept)
+    made.away = AwayWeights(offload, made.kept, masters, kept, axes.turns(key))
     made.device = offload.device
     return made
 

@@ -180,7 +180,9 @@ def _serve(world: Communicator, root: int, held: list[HeldTensor]) -> None:
             return
         if index == _FAILED:
             raise ShardingError(f"rank {root} could not collect the state; its error says why")
-        world.send(_block(held[index], start, stop).view(torch.uint8), root).wait()
+        # What is offloaded is not on the device that messages are sent from.
+        block = _block(held[index], start, stop).to(world.device)
+        world.send(block.view(torch.uint8), root).wait()
 
 
 def _dismiss(world: Communicator, reason: int) -> None:

@@ -128,9 +128,8 @@ class FlatWeights:
         fetched = away.fetch(own)
         if self.comm.size == 1:
             return fetched
-        # Gathers begin in one order on all ranks, so that this one cannot wait for its turn.
-        fetched.wait()
-        return self.comm.all_gather(_sendable(self.full), _sendable(own))
+        full, sent = _sendable(self.full), _sendable(own)
+        return away.turns.ask(fetched, lambda: self.comm.all_gather(full, sent))
 
 
 def _sendable(flat: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ def one_norm(
     device = mesh.world.device
     gradients = _counted_gradients(mesh, pieces)
     norms = row_norms(gradients, p, None)
-    magnitude = sum_rows(norms, p, device)
+    magnitude = sum_rows(norms, p, device).to(device)  # offloaded gradients are elsewhere
     counts_here = mesh.coordinate("tp") == 0
     totals = torch.zeros(4 + num_verdicts, dtype=torch.float64, device=device)
     totals[0] = magnitude

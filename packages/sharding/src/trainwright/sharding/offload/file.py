@@ -69,6 +69,7 @@ class FileStore:
         self.reads = Lane("offload-reads", pace, depth=4)
         self.writes = Lane("offload-writes", pace, depth=4)
         self._lock = threading.Lock()
+        self._mapped: list[range] = []
         self._used = 0
         self._reserved = 0
 
@@ -111,7 +112,12 @@ class FileStore:
             self._used += _up(size)
         mapped = mmap.mmap(self._descriptor, _up(size), offset=start)
         tensor = torch.frombuffer(mapped, dtype=dtype, count=numel)
+        self._mapped.append(range(tensor.data_ptr(), tensor.data_ptr() + size))
         return FileSlot(self, start, tensor)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's elements are in the file, and not in memory."""
+        return any(tensor.data_ptr() in mapped for mapped in self._mapped)
 
     def read(self, start: int, target: torch.Tensor) -> Work:
         """Start reading what begins at a byte of the file."""
