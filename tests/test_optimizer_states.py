@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from trainwright.checkpointing.state import StateStore
 from trainwright.checkpointing.testing.files import CrashingFiles
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration import optimizers
+from trainwright.integration.cli import main
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.live_state import LiveState
@@ -361,3 +364,54 @@ def test_a_group_keeps_its_share_of_the_learning_rate_along_the_schedule(
         assert len({lr for lr, _ in seen}) > 1
 
     LocalWorld(2, timeout_s=60.0).run(work)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["muon", *(pytest.param(n, marks=pytest.mark.long) for n in ("sgd", "lion", "adafactor"))],
+)
+def test_the_tool_goes_on_with_every_optimizer_in_another_layout_as_if_never_stopped(
+    name: str, tmp_path: Path
+) -> None:
+    data = tmp_path / "book.txt"
+    data.write_text("what was begun on some ranks is ended on others. " * 60)
+    begin = [
+        "train",
+        "--data",
+        str(data),
+        "--optimizer",
+        name,
+        "--dtype",
+        "float64",
+        "--lr",
+        "0.01",
+    ]
+    begin += [
+        "--global-batch",
+        "4",
+        "--sequence-length",
+        "16",
+        "--warmup",
+        "1",
+        "--save-every",
+        "2",
+    ]
+    begin += ["--evaluate-sequences", "2", "--sample-bytes", "0", "--measure-every", "0"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    threads = "--threads-as-ranks"
+    before, after = ["--layout", "dp=2", "--zero", "2"], ["--layout", "pp=2", "--zero", "0"]
+
+    assert main([*begin, threads, "--steps", "4", *before, "--out", str(whole)]) == 0
+    assert main([*begin, threads, "--steps", "4", *before, "--out", str(parts)]) == 0
+    for checkpoint in parts.glob("checkpoints/step-*4-*"):
+        shutil.rmtree(checkpoint)
+    assert main(["train", threads, "--resume", str(parts), *after]) == 0
+
+    found, right = (
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (parts, whole)
+    )
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 4]
+    for row, wanted in zip(found, right, strict=True):
+        for number in {"loss", "grad_norm", "held_out_loss"} & wanted.keys():
+            assert row[number] == pytest.approx(wanted[number], rel=1e-9)

@@ -383,6 +383,36 @@ def test_the_environment_of_torchrun_and_of_slurm_place_a_process() -> None:
         place_in_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
 
 
+MEETING = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0"}, ["lacks WORLD_SIZE", "unset RANK and WORLD_SIZE"]),
+        ({"WORLD_SIZE": "2"}, ["lacks RANK"]),
+        ({"TORCHELASTIC_RUN_ID": "x"}, ["lacks RANK, WORLD_SIZE", "torchrun"]),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2 of WORLD_SIZE=2", "from 0 to below"]),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK=-1"]),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE=0"]),
+        ({"RANK": "", "WORLD_SIZE": "2"}, ["must be numbers"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2"}, ["LOCAL_RANK=2"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "x"}, ["MASTER_PORT", "free port"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, ["MASTER_ADDR"]),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "two"}, ["SLURM_NTASKS", "must be numbers"]),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "2"}, ["SLURM_PROCID=3 of SLURM_NTASKS=2"]),
+    ],
+)
+def test_an_environment_that_is_half_set_or_says_no_place_is_refused(
+    environment: dict[str, str], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        place_in_environment({**MEETING, **environment})
+    for word in words:
+        assert word in str(caught.value)
+    assert place_in_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -363,8 +363,8 @@ def test_numbers_are_told_with_what_they_count_and_checkpoints_with_their_place(
     assert saved_where(alone, "a/b") == "a checkpoint at the end: a/b"
     kept = RunConfig.of(save_every=5, keep=2, keep_every=10)
     assert saved_where(kept, "a/b") == (
-        "checkpoints every 5 steps and at the end, of which the last 2 stay and those of every 10 "
-        "steps: a/b"
+        "checkpoints every 5 steps and at the end, of which the last 2 stay, one before each "
+        "snapshot of the guards, those of every 10 steps: a/b"
     )
 
 

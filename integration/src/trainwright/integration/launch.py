@@ -59,12 +59,12 @@ def place_in_environment(environment: Mapping[str, str]) -> ProcessPlace | None:
     """Return this process's place as torchrun or Slurm tells it, or None when started alone.
 
     Raises:
-        ConfigError: the environment is incomplete.
+        ConfigError: the environment is incomplete, or there is no such place.
     """
-    if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= environment.keys():
+    if environment.keys() & {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"}:
         _require_meeting_place(environment, "with RANK and WORLD_SIZE set")
         return _place(environment, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+    if "SLURM_PROCID" in environment and environment.get("SLURM_NTASKS", "1") != "1":
         _require_meeting_place(environment, "under Slurm")
         return _place(
             environment, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"
@@ -73,7 +73,7 @@ def place_in_environment(environment: Mapping[str, str]) -> ProcessPlace | None:
 
 
 def _require_meeting_place(environment: Mapping[str, str], where: str) -> None:
-    if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
+    if not environment.get("MASTER_ADDR") or not environment.get("MASTER_PORT", "").isdecimal():
         raise ConfigError(
             f"{where}, MASTER_ADDR and MASTER_PORT must name the first node and a free port there; "
             "torchrun sets them, a batch script exports them"
@@ -272,7 +272,10 @@ def end_with_launcher() -> None:
 def _place(environment: Mapping[str, str], *names: str) -> ProcessPlace:
     missing = [name for name in names[:2] if name not in environment]
     if missing:
-        raise ConfigError(f"the environment lacks {', '.join(missing)}; start with torchrun")
+        raise ConfigError(
+            f"the environment lacks {', '.join(missing)}; start with torchrun, or, for one process "
+            f"alone, unset {' and '.join(names[:2])}"
+        )
     try:
         rank, world_size = (int(environment[name]) for name in names[:2])
         local_rank = int(environment.get(names[2], rank))
@@ -281,4 +284,9 @@ def _place(environment: Mapping[str, str], *names: str) -> ProcessPlace:
         raise ConfigError(
             f"the environment's {', '.join(names)} must be numbers: {error}"
         ) from error
+    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size):
+        raise ConfigError(
+            f"the environment says {names[0]}={rank} of {names[1]}={world_size}, {names[2]}="
+            f"{local_rank} of {names[3]}={local_world_size}; ranks count from 0 to below the size"
+        )
     return ProcessPlace(rank, world_size, local_rank, local_world_size)

@@ -42,6 +42,7 @@ from trainwright.integration.settling import (
     worker_arguments,
 )
 from trainwright.integration.stopping import SIGNALS, STOPPED, Stop, Stopped, stop_on_signals
+from trainwright.integration.values import counted
 from trainwright.integration.vocabulary import shape_for
 
 Begin = Callable[[Communicator, contextlib.ExitStack], tuple[str, bool]]
@@ -92,8 +93,9 @@ def run(options: argparse.Namespace) -> int:
     starting.check_started_elsewhere("torchrun or Slurm")
     if place.world_size != config.parallel.mesh.world_size:
         raise ConfigError(
-            f"--layout {config.parallel.layout} needs {config.parallel.mesh.world_size} processes, "
-            f"this run has {place.world_size}; with --elastic dp follows them"
+            f"--layout {config.parallel.layout} needs "
+            f"{counted(config.parallel.mesh.world_size, 'process', 'es')}, this run has "
+            f"{place.world_size}; with --elastic dp follows them"
         )
     if options.prepared:
         # Ctrl-C reaches the launcher alone, which passes it on: a worker ends at once, also

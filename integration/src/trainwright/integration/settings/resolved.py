@@ -65,9 +65,12 @@ def saved_where(config: RunConfig, folder: object) -> str:
     when = "a checkpoint at the end"
     if saving.save_every:
         when = f"checkpoints every {counted(saving.save_every, 'step')} and at the end"
-    stay = "" if saving.keep is None else f", of which the last {saving.keep} stay"
-    stay += "" if saving.keep_every is None else f" and those of every {saving.keep_every} steps"
-    return f"{when}{stay}: {folder}"
+    stay = []
+    if saving.keep is not None:
+        stay = [f"of which the last {saving.keep} stay", "one before each snapshot of the guards"]
+    if saving.keep_every is not None:
+        stay.append(f"those of every {saving.keep_every} steps")
+    return f"{', '.join([when, *stay])}: {folder}"
 
 
 def stretched(before: RunConfig, after: RunConfig) -> str | None:
