@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 from pathlib import Path
 
@@ -330,6 +331,11 @@ def test_a_configuration_of_a_model_that_is_nested_without_end_is_refused(tmp_pa
     (tmp_path / "config.json").write_text('{"model_type": ' + DEEP)
     with pytest.raises(ConfigError, match="nested too deep"):
         read_config(tmp_path)
+
+
+def test_times_without_end_are_not_drawn() -> None:
+    for start, stop in ((-math.inf, 1.0), (0.0, math.inf), (0.0, 1e300), (math.nan, 1.0)):
+        assert lanes_of([[["F", 0, 0, start, stop]]]) == ()
 
 
 def test_a_schedule_of_more_microbatches_than_were_measured_is_not_built() -> None:

@@ -76,9 +76,63 @@ def test_documents_of_a_pack_count_their_own_places() -> None:
     row = rows.sequence(0)
     assert row.documents is not None
     assert ordinals_of(row.documents[:-1]).tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
-    assert rows.padding_share == pytest.approx(1 / 9)
     with pytest.raises(DataError, match="no document of two tokens"):
         WholeDocuments(np.arange(0), np.array([], np.int64), 8)
+
+
+def test_where_rows_of_documents_begin_is_listed_once_in_a_file_that_all_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = np.cumsum([3, 9, 30, 1, 1, 7, 12])
+    tokens = np.arange(ends[-1])
+    in_memory = WholeDocuments(tokens, ends, 8)
+    monkeypatch.setattr("trainwright.integration.data.row_table.BLOCK", 2)
+
+    made = WholeDocuments(tokens, ends, 8, beside=tmp_path / "0.train")
+    written = (tmp_path / "0.train.rows-8").stat().st_mtime_ns
+    mapped = WholeDocuments(tokens, ends, 8, beside=tmp_path / "0.train")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["0.train.rows-8"]
+    assert (tmp_path / "0.train.rows-8").stat().st_mtime_ns == written
+    assert isinstance(mapped._starts, np.memmap)
+    assert made.num_sequences == mapped.num_sequences == in_memory.num_sequences > 6
+    for index in range(made.num_sequences):
+        right, found = in_memory.sequence(index), mapped.sequence(index)
+        assert right.tokens.tolist() == found.tokens.tolist()
+        assert right.documents is not None
+        assert found.documents is not None
+        assert right.documents.tolist() == found.documents.tolist()
+    # One of other documents is not taken, nor a folder needed to which nobody may write.
+    np.array([5, 9]).tofile(tmp_path / "0.train.rows-8")
+    nowhere = tmp_path / "missing" / "0.train"
+    for beside in (tmp_path / "0.train", nowhere):
+        other = WholeDocuments(tokens, ends, 8, beside=beside)
+        assert other.num_sequences == in_memory.num_sequences
+
+
+@given(st.integers(2, 40), st.integers(1, 9), st.booleans(), st.booleans())
+def test_with_its_tail_every_token_of_a_stream_is_a_target_once(
+    size: int, length: int, packed: bool, counted: bool
+) -> None:
+    if size <= length:
+        return
+    tokens = np.arange(1, size + 1)
+    counts = tokens % 3 != 0 if counted else None
+    ends = np.arange(5, size + 5, 5).clip(max=size) if packed else None
+
+    whole = Stream(tokens, length, ends=ends, counts=counts)
+    rows = Stream(tokens, length, ends=ends, counts=counts, tail=True)
+
+    found = [rows.sequence(index) for index in range(rows.num_sequences)]
+    assert all(len(row.tokens) == length + 1 for row in found)
+    for index in range(whole.num_sequences):
+        assert labels_of(whole.sequence(index)).tolist() == labels_of(found[index]).tolist()
+    learnt = [int(label) for row in found for label in labels_of(row) if label >= 0]
+    is_target = [not (packed and t % 5 == 1) and not (counted and t % 3 == 0) for t in tokens]
+    wanted = [int(token) for token, is_one in zip(tokens, is_target, strict=True) if is_one]
+    wanted = [token for token in wanted if token > 1]
+    assert learnt == wanted
+    assert rows.num_sequences - whole.num_sequences == ((size - 1) % length > 0)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
@@ -193,7 +247,7 @@ def test_tokenised_folders_are_data_of_many_runs(
     assert data.tokenizer.describe() == direct.tokenizer.describe()
     # Tokens stay where they are.
     left = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert left == ["manifest.json", "tokenizer.json"]
+    assert left == ["glimpse.txt", "manifest.json", "tokenizer.json"]
     with pytest.raises(ConfigError, match="another tokenizer"):
         prepare_data(DataChoice(data=f"{made}@1,{other}@1"), tmp_path / "run")
     alone = prepare_data(DataChoice(data=str(other)), tmp_path / "alone")

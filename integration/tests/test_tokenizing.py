@@ -29,7 +29,7 @@ from trainwright.integration.data.learned import LearnedTokenizer, read_tokenize
 from trainwright.integration.data.preparation import left_there
 from trainwright.integration.data.sources.record import Conversation, Document, Message
 from trainwright.integration.errors import ConfigError, DataError
-from trainwright.integration.finishing import bits_a_byte
+from trainwright.integration.evaluation import TokenLosses, bits_a_byte, bytes_of
 
 WORDS = ["dieser grüne Satz", "kehrt oft", "wieder,", "mit Zahlen", "wie 17", "oder 2026"]
 TEXTS = [" ".join(WORDS[(k + j) % 6] for j in range(5)) + f" {k}\n" for k in range(60)]
@@ -129,8 +129,9 @@ def test_sizes_are_the_bytes_of_each_token() -> None:
         assert sizes[tokens].sum() == len(text.encode())
     assert sizes[tokenizer.end] == 0
 
-    labels = np.array([*tokens.tolist(), -100])
-    found = bits_a_byte(1.5, torch.from_numpy(labels)[None], tokenizer)
+    labels = torch.tensor([[*tokens.tolist(), -100]])
+    losses = TokenLosses(1.5 * len(tokens), len(tokens))
+    found = bits_a_byte(losses, bytes_of(labels, tokenizer))
     right = 1.5 * len(tokens) / np.log(2) / len(text.encode())
     assert found is not None
     assert abs(found - right) < 1e-12

@@ -14,10 +14,10 @@ import attrs
 
 from trainwright.collectives import Communicator
 from trainwright.integration.config import RunConfig
-from trainwright.integration.data import IGNORE, Rows
+from trainwright.integration.data import Rows
 from trainwright.integration.data.tokenizer import Tokenizer
 from trainwright.integration.errors import ConfigError, DataError, TrainwrightError
-from trainwright.integration.evaluation import TokenLosses, token_losses
+from trainwright.integration.evaluation import TokenLosses, bits_a_byte, bytes_of, token_losses
 from trainwright.integration.loading import assemble_model
 from trainwright.integration.looking import add_place, settings_for
 from trainwright.integration.measured_rows import agreed, all_of, held_out_of, shared_slices
@@ -85,18 +85,16 @@ class _Counts:
     """What has been evaluated: sequences, and the bytes of their tokens where they are known."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._sizes = tokenizer.sizes()
+        self._tokenizer = tokenizer
         self._sequences = 0
         self._bytes = 0
 
     def add(self, rows: Rows) -> None:
         self._sequences += len(rows.labels_NS)
-        if self._sizes is not None:
-            counted = rows.labels_NS[rows.labels_NS != IGNORE].numpy()
-            self._bytes += int(self._sizes[counted].sum())
+        self._bytes += bytes_of(rows.labels_NS, self._tokenizer) or 0
 
     def report(self, losses: TokenLosses, loaded: str, *, as_json: bool) -> str:
-        bits = losses.loss_sum / math.log(2.0) / self._bytes if self._bytes else None
+        bits = bits_a_byte(losses, self._bytes)
         try:
             perplexity = math.exp(losses.mean)
         except OverflowError:

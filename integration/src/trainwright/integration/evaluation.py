@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 import numpy as np
 import torch
 
-from trainwright.integration.data import IGNORE
+from trainwright.integration.data import IGNORE, Data, Rows, Tokenizer
 from trainwright.integration.data.shifting import ordinals_of
 from trainwright.integration.model_parts import ModelParts
 from trainwright.integration.sequence_part import SequencePart
@@ -34,6 +36,30 @@ class TokenLosses:
 
     def __add__(self, other: TokenLosses) -> TokenLosses:
         return TokenLosses(self.loss_sum + other.loss_sum, self.tokens + other.tokens)
+
+
+def held_out_rows(parts: ModelParts, data: Data) -> Rows:
+    """Return the rows of what is held out that a run is measured with."""
+    config = parts.config
+    return data.held_out_rows(config.batch.sequence_length, config.evaluation.evaluate_sequences)
+
+
+def bytes_of(labels_NS: torch.Tensor, tokenizer: Tokenizer) -> int | None:
+    """Return how many bytes of text labels stand for; None where nobody knows.
+
+    Args:
+        labels_NS: int64; `IGNORE` does not count.
+        tokenizer: of the labels.
+    """
+    sizes = tokenizer.sizes()
+    if sizes is None:
+        return None
+    return int(sizes[labels_NS[labels_NS != IGNORE].numpy()].sum())
+
+
+def bits_a_byte(losses: TokenLosses, num_bytes: int | None) -> float | None:
+    """Return losses by the bytes of text that the tokens stand for; None where none are known."""
+    return losses.loss_sum / math.log(2.0) / num_bytes if num_bytes else None
 
 
 def evaluate(

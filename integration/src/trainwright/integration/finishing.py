@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from trainwright.collectives import Communicator
 from trainwright.integration.data import IGNORE, Data, Rows, Tokenizer, fit_ngrams
 from trainwright.integration.data.preparation import READING_S
-from trainwright.integration.evaluation import evaluate
+from trainwright.integration.evaluation import bits_a_byte, bytes_of, token_losses
 from trainwright.integration.generation import continuations
 from trainwright.integration.parts import Parts, Progress
 from trainwright.integration.plot import plot_loss
@@ -51,7 +50,12 @@ class Summary:
 
 
 def finish(
-    parts: Parts, progress: Progress, folder: RunFolder, data: Data, last: list[StepRecord]
+    parts: Parts,
+    progress: Progress,
+    folder: RunFolder,
+    data: Data,
+    rows: Rows,
+    last: list[StepRecord],
 ) -> Summary:
     """Evaluate, generate and plot; every rank returns the same.
 
@@ -59,14 +63,15 @@ def finish(
         parts: of the run.
         progress: how far it has come.
         folder: where the plot goes.
-        data: what is held out.
+        data: of the run.
+        rows: of what it holds out, which it is measured with.
         last: the record of the last step, if one was made.
 
     Communicates: what `evaluate` and `continuations` do, and a broadcast of 16 bytes.
     """
     config = parts.config
-    rows = data.held_out_rows(config.batch.sequence_length, config.evaluation.evaluate_sequences)
-    held_out = evaluate(parts, rows.tokens_NS, rows.labels_NS, rows.documents_NS)
+    losses = token_losses(parts, rows.tokens_NS, rows.labels_NS, rows.documents_NS)
+    held_out = losses.mean
     sample = _sample(parts, data.tokenizer, config.evaluation.sample_bytes)
     levels = _baselines(parts.mesh.world, data, rows)
     if parts.mesh.world.rank == 0:
@@ -80,7 +85,7 @@ def finish(
         skipped=progress.skipped,
         loss=last[0].loss if last else float("nan"),
         held_out_loss=held_out,
-        held_out_bits=bits_a_byte(held_out, rows.labels_NS, data.tokenizer),
+        held_out_bits=bits_a_byte(losses, bytes_of(rows.labels_NS, data.tokenizer)),
         bigram_loss=None if levels is None else levels[0],
         trigram_loss=None if levels is None else levels[1],
         sample=sample,
@@ -111,22 +116,6 @@ def report(summary: Summary, as_json: bool) -> None:
     )
 
 
-def bits_a_byte(nats: float, labels_NS: torch.Tensor, tokenizer: Tokenizer) -> float | None:
-    """Return a loss by the bytes of text that the labels stand for.
-
-    Args:
-        nats: mean loss a label.
-        labels_NS: int64; `IGNORE` does not count.
-        tokenizer: of the labels; None is returned where it does not know their bytes.
-    """
-    sizes = tokenizer.sizes()
-    labels = labels_NS[labels_NS != IGNORE].numpy()
-    if sizes is None or not len(labels):
-        return None
-    size = int(sizes[labels].sum())
-    return nats * len(labels) / (math.log(2.0) * size) if size else None
-
-
 def _sample(parts: Parts, tokenizer: Tokenizer, count: int) -> str:
     """Return generated text, so many tokens of it; nothing where tokens have no text."""
     if not count or tokenizer.sizes() is None:
@@ -142,13 +131,15 @@ def _sample(parts: Parts, tokenizer: Tokenizer, count: int) -> str:
 
 
 def _baselines(world: Communicator, data: Data, rows: Rows) -> tuple[float, float] | None:
-    stream = data.byte_stream
-    if stream is None or rows.documents_NS is not None or bool((rows.labels_NS == IGNORE).any()):
+    stream, counts_NS = data.byte_stream, rows.labels_NS != IGNORE
+    # Only the end of what is held out may be filled up.
+    if stream is None or rows.documents_NS is not None or not bool(counts_NS[:-1].all()):
         return None
     # The first rank counts; the tables are large, and one copy a host is enough.
     losses = torch.zeros(2, dtype=torch.float64, device=world.device)
     if world.rank == 0:
-        sequences = torch.cat((rows.tokens_NS[:, :1], rows.labels_NS), dim=1)
-        losses.copy_(torch.tensor(fit_ngrams(stream).losses(sequences.numpy().astype(np.uint8))))
+        sequences = torch.cat((rows.tokens_NS[:, :1], rows.labels_NS.clamp(min=0)), dim=1)
+        known = fit_ngrams(stream).losses(sequences.numpy().astype(np.uint8), counts_NS.numpy())
+        losses.copy_(torch.tensor(known))
     world.broadcast(losses, 0, timeout_s=READING_S).wait()
     return float(losses[0]), float(losses[1])

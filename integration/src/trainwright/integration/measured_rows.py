@@ -141,7 +141,7 @@ def _chosen(
     parts: tuple[Tokens, ...], packing: str, config: RunConfig, count: int | None
 ) -> Chosen:
     length = config.batch.sequence_length
-    return Chosen.of(tuple(part.rows(length, packing) for part in parts), count)
+    return Chosen.of(tuple(part.rows(length, packing, tail=True) for part in parts), count)
 
 
 def _spec(tokenizer: Tokenizer, folder: Path) -> tuple[str, str | None]:

@@ -16,7 +16,7 @@ from trainwright.collectives import Communicator, ReduceOp
 from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Data, open_data
 from trainwright.integration.errors import ConfigError, DataError
-from trainwright.integration.evaluation import evaluate
+from trainwright.integration.evaluation import evaluate, held_out_rows
 from trainwright.integration.finishing import Summary, finish
 from trainwright.integration.health import pulse, warnings_of
 from trainwright.integration.numerics import may_overflow
@@ -59,14 +59,17 @@ def run(
         saver = _open(folder, parts, resume)
         # Left before the peers hear of an error: a save under way still needs them.
         held.enter_context(saver.store)
-        watch = held.enter_context(
-            watching(parts, saver.progress, folder, lambda: _held_out(parts, data))
-        )
+        rows = held_out_rows(parts, data)
+
+        def measure() -> float:
+            return evaluate(parts, rows.tokens_NS, rows.labels_NS, rows.documents_NS)
+
+        watch = held.enter_context(watching(parts, saver.progress, folder, measure))
         last = _train(saver, watch)
         if parts.stop.agreed and saver.progress.updates < parts.steps:
             return _end_early(saver, folder, last)
         saver.finish()
-        summary = finish(parts, saver.progress, folder, data, last)
+        summary = finish(parts, saver.progress, folder, data, rows, last)
         watch.ended(attrs.asdict(summary))
         return summary
 
@@ -145,12 +148,6 @@ def _train(saver: Saver, watch: Watch) -> list[StepRecord]:
     with pulse(parts.mesh.world.rank) as beat:
         train(parts, saver.progress, [*looking, beat, saver])
     return last
-
-
-def _held_out(parts: Parts, data: Data) -> float:
-    config = parts.config
-    rows = data.held_out_rows(config.batch.sequence_length, config.evaluation.evaluate_sequences)
-    return evaluate(parts, rows.tokens_NS, rows.labels_NS, rows.documents_NS)
 
 
 def _is_sound(parts: Parts, last: Sequence[StepRecord]) -> bool:

@@ -120,7 +120,7 @@ class Dataset:
 
     def held_out_rows(self, sequence_length: int, count: int) -> Rows:
         """Return held-out sequences, of each source as its weight says, spread over it."""
-        sets = [tokens.rows(sequence_length, self.packing) for tokens in self.held_out]
+        sets = [tokens.rows(sequence_length, self.packing, tail=True) for tokens in self.held_out]
         if not sets:
             raise DataError(
                 f"nothing of {self.source} is held out; give --held-out PATH, or a share of it"

@@ -103,8 +103,12 @@ class Manifest:
         tokenizer = self.read_tokenizer(folder)
         train, held_out = [], []
         apart = any(entry.role == HELD_OUT for entry in self.entries)
-        for entry in self.entries:
-            parts = _parts_of(entry, folder, tokenizer.end, depth)
+        for number, entry in enumerate(self.entries):
+            found = _parts_of(entry, folder, tokenizer.end, depth)
+            parts = {
+                part: attrs.evolve(tokens, beside=folder / f"{number}.{part}")
+                for part, tokens in found.items()
+            }
             weight = Fraction(entry.weight)
             if entry.role == HELD_OUT:
                 held_out.append((attrs.evolve(parts[TRAIN], what="held-out part"), weight))

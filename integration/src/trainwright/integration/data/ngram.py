@@ -44,18 +44,23 @@ class NgramBaseline:
         mixed: np.ndarray = (counts + self.bigram(previous, following)) / (totals + 1.0)
         return mixed
 
-    def losses(self, sequences: np.ndarray) -> tuple[float, float]:
+    def losses(
+        self, sequences: np.ndarray, counts: np.ndarray | None = None
+    ) -> tuple[float, float]:
         """Return the mean loss in nats a byte of the bigram and the trigram model.
 
         Args:
             sequences: uint8 [n, s+1]; each byte but a sequence's first is predicted, the second one
                 by the bigram alone.
+            counts: bool [n, s], which of the predicted bytes count; None: all.
         """
         bytes_ = sequences.astype(np.int64)
         by_bigram = -np.log(self.bigram(bytes_[:, :-1], bytes_[:, 1:]))
         by_trigram = -np.log(self.trigram(bytes_[:, :-2], bytes_[:, 1:-1], bytes_[:, 2:]))
-        total = by_bigram[:, 0].sum() + by_trigram.sum()
-        return float(by_bigram.mean()), float(total / by_bigram.size)
+        by_both = np.concatenate((by_bigram[:, :1], by_trigram), axis=1)
+        if counts is None:
+            return float(by_bigram.mean()), float(by_both.mean())
+        return float(by_bigram[counts].mean()), float(by_both[counts].mean())
 
 
 def fit_ngrams(stream: np.ndarray) -> NgramBaseline:

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from trainwright.integration.data.protocol import Sequence
+from trainwright.integration.data.row_table import row_starts, row_stop
 from trainwright.integration.errors import DataError
 
 PADDING = -1
@@ -26,6 +29,7 @@ class WholeDocuments:
         sequence_length: inputs a row.
         counts: bool or uint8 [n], false where a token is never a target. None: all are.
         what: name of the data in errors.
+        beside: what the name of a file begins with that lists where rows begin; see `row_starts`.
 
     Raises:
         DataError: no document has two tokens.
@@ -39,12 +43,13 @@ class WholeDocuments:
         *,
         counts: np.ndarray | None = None,
         what: str = "data",
+        beside: Path | None = None,
     ) -> None:
         self.tokens = tokens
         self.ends = ends
         self.sequence_length = sequence_length
         self.counts = counts
-        self._starts, self._stops = _rows_of(ends, sequence_length)
+        self._starts = row_starts(ends, sequence_length, beside)
         if not len(self._starts) or len(tokens) < 2:
             raise DataError(f"the {what} holds no document of two tokens")
 
@@ -53,15 +58,10 @@ class WholeDocuments:
         """Number of rows."""
         return len(self._starts)
 
-    @property
-    def padding_share(self) -> float:
-        """Share of the places in rows that hold no token."""
-        places = self.num_sequences * (self.sequence_length + 1)
-        return 1.0 - float((self._stops - self._starts).sum()) / places
-
     def sequence(self, index: int) -> Sequence:
         """Return row ``index``."""
-        start, stop = int(self._starts[index]), int(self._stops[index])
+        start = int(self._starts[index])
+        stop = row_stop(self.ends, start, self.sequence_length)
         size = self.sequence_length + 1
         tokens = np.zeros(size, self.tokens.dtype)
         tokens[: stop - start] = self.tokens[start:stop]
@@ -74,23 +74,3 @@ class WholeDocuments:
             counts = np.zeros(size, bool)
             counts[: stop - start] = self.counts[start:stop]
         return Sequence(tokens, documents, counts)
-
-
-def _rows_of(ends: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each row starts and stops in the tokens."""
-    starts, stops = [], []
-    total = int(ends[-1]) if len(ends) else 0
-    start = 0
-    while start < total:
-        limit = start + sequence_length + 1
-        whole = int(np.searchsorted(ends, limit, side="right"))
-        fitting = int(ends[whole - 1]) if whole else 0
-        starts.append(start)
-        if fitting > start:
-            stops.append(fitting)
-            start = fitting
-        else:
-            stops.append(limit)
-            # The next row's first token is this one's last target.
-            start = limit - 1
-    return np.array(starts, np.int64), np.array(stops, np.int64)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from trainwright.integration.data.packing import PADDING
 from trainwright.integration.data.protocol import Sequence
 from trainwright.integration.errors import DataError
 
@@ -21,6 +22,7 @@ class Stream:
             rows are read as one document each.
         counts: bool or uint8 [n], false where a token is never a target. None: all are.
         what: name of the stream in errors.
+        tail: whether the last tokens make a row that is filled up, where they fill none.
 
     Raises:
         DataError: the stream is shorter than one row.
@@ -35,6 +37,7 @@ class Stream:
         end_token: int | None = None,
         counts: np.ndarray | None = None,
         what: str = "data",
+        tail: bool = False,
     ) -> None:
         self.num_sequences = (len(tokens) - 1) // sequence_length
         if self.num_sequences < 1:
@@ -44,6 +47,8 @@ class Stream:
                 f"sequence_length={sequence_length} and its next {unit}; "
                 f"a sequence length up to {max(len(tokens) - 1, 1)} works"
             )
+        if tail and (len(tokens) - 1) % sequence_length:
+            self.num_sequences += 1
         self.tokens = tokens
         self.sequence_length = sequence_length
         self.ends = ends
@@ -54,8 +59,21 @@ class Stream:
         """Return row ``index``."""
         start = index * self.sequence_length
         stop = start + self.sequence_length + 1
+        if stop > len(self.tokens):
+            return self._filled(start, stop - len(self.tokens))
         counts = None if self.counts is None else self.counts[start:stop].astype(bool)
         return Sequence(self.tokens[start:stop], self._documents(start, stop), counts)
+
+    def _filled(self, start: int, missing: int) -> Sequence:
+        """Return the last row, in which so many places hold no token and count nothing."""
+        stop = len(self.tokens)
+        documents = self._documents(start, stop)
+        if documents is not None:
+            documents = np.concatenate((documents, np.full(missing, PADDING)))
+        counts = np.zeros(stop - start + missing, bool)
+        counts[: stop - start] = True if self.counts is None else self.counts[start:stop]
+        filling = np.zeros(missing, self.tokens.dtype)
+        return Sequence(np.concatenate((self.tokens[start:stop], filling)), documents, counts)
 
     def _documents(self, start: int, stop: int) -> np.ndarray | None:
         if self.end_token is not None:

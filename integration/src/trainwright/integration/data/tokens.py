@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import attrs
 import numpy as np
 
@@ -26,6 +28,7 @@ class Tokens:
         end_token: the token behind each document; None where there is none.
         counts: bool or uint8 [n], false where a token is never a target; None where all are.
         what: name of them in errors.
+        beside: what the names of files begin with that are made of them; None: none is made.
     """
 
     tokens: np.ndarray
@@ -33,11 +36,14 @@ class Tokens:
     end_token: int | None = None
     counts: np.ndarray | None = None
     what: str = "data"
+    beside: Path | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def rows(self, sequence_length: int, packing: str = "stream") -> Sequences:
+    def rows(
+        self, sequence_length: int, packing: str = "stream", *, tail: bool = False
+    ) -> Sequences:
         """Return sequences of these tokens.
 
         Args:
@@ -46,13 +52,16 @@ class Tokens:
                 ``documents`` cuts the same rows, in which documents do not see each other;
                 ``whole`` begins rows with documents, cuts only those longer than a row, and fills
                 rows up with padding.
+            tail: whether the last tokens make a row that is filled up, where they fill none.
 
         Raises:
             DataError: there are fewer tokens than a row has.
             ConfigError: nothing tells where documents end.
         """
         if packing == "stream":
-            return Stream(self.tokens, sequence_length, counts=self.counts, what=self.what)
+            return Stream(
+                self.tokens, sequence_length, counts=self.counts, what=self.what, tail=tail
+            )
         if packing == "documents":
             if self.ends is None and self.end_token is None:
                 raise ConfigError(
@@ -66,6 +75,7 @@ class Tokens:
                 end_token=self.end_token if self.ends is None else None,
                 counts=self.counts,
                 what=self.what,
+                tail=tail,
             )
         if self.ends is None:
             raise ConfigError(
@@ -73,7 +83,12 @@ class Tokens:
                 "list; --packing documents finds them by their end token"
             )
         return WholeDocuments(
-            self.tokens, self.ends, sequence_length, counts=self.counts, what=self.what
+            self.tokens,
+            self.ends,
+            sequence_length,
+            counts=self.counts,
+            what=self.what,
+            beside=self.beside,
         )
 
     def check_vocabulary(self, vocabulary: int) -> None:

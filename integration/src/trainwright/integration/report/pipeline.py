@@ -39,6 +39,7 @@ class Bar:
     stop_ms: float
 
 
+_LONGEST_S = 1e12
 _CLOCK = "Times are the host's on a CPU, those of the stream on an accelerator."
 
 Lanes = tuple[tuple[Bar, ...], ...]
@@ -134,7 +135,8 @@ def _bars(line: object) -> Iterator[Bar]:
             continue
         start, stop = number(entry[3]), number(entry[4])
         is_shown = entry[0] in WORDS or entry[0].startswith("wait")
-        if is_shown and start <= stop < float("inf") and all(type(n) is int for n in entry[1:3]):
+        is_time = -_LONGEST_S < start <= stop < _LONGEST_S
+        if is_shown and is_time and all(type(n) is int for n in entry[1:3]):
             yield Bar(entry[0], entry[1], entry[2], start * 1e3, stop * 1e3)
 
 
