@@ -368,41 +368,22 @@ def test_a_group_keeps_its_share_of_the_learning_rate_along_the_schedule(
 
 @pytest.mark.parametrize(
     "name",
-    ["muon", *(pytest.param(n, marks=pytest.mark.long) for n in ("sgd", "lion", "adafactor"))],
+    ["adafactor", *(pytest.param(n, marks=pytest.mark.long) for n in ("muon", "sgd", "lion"))],
 )
 def test_the_tool_goes_on_with_every_optimizer_in_another_layout_as_if_never_stopped(
     name: str, tmp_path: Path
 ) -> None:
     data = tmp_path / "book.txt"
     data.write_text("what was begun on some ranks is ended on others. " * 60)
-    begin = [
-        "train",
-        "--data",
-        str(data),
-        "--optimizer",
-        name,
-        "--dtype",
-        "float64",
-        "--lr",
-        "0.01",
-    ]
-    begin += [
-        "--global-batch",
-        "4",
-        "--sequence-length",
-        "16",
-        "--warmup",
-        "1",
-        "--save-every",
-        "2",
-    ]
-    begin += ["--evaluate-sequences", "2", "--sample-bytes", "0", "--measure-every", "0"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    threads = "--threads-as-ranks"
+    begin = ["train", "--data", str(data), "--optimizer", name, "--dtype", "float64"]
+    begin += ["--lr", "0.01", "--warmup", "1", "--steps", "4", "--save-every", "2"]
+    begin += ["--global-batch", "4", "--sequence-length", "16", "--measure-every", "0"]
+    begin += ["--evaluate-sequences", "2", "--sample-bytes", "0"]
+    whole, parts, threads = tmp_path / "whole", tmp_path / "parts", "--threads-as-ranks"
     before, after = ["--layout", "dp=2", "--zero", "2"], ["--layout", "pp=2", "--zero", "0"]
 
-    assert main([*begin, threads, "--steps", "4", *before, "--out", str(whole)]) == 0
-    assert main([*begin, threads, "--steps", "4", *before, "--out", str(parts)]) == 0
+    assert main([*begin, threads, *before, "--out", str(whole)]) == 0
+    shutil.copytree(whole, parts)
     for checkpoint in parts.glob("checkpoints/step-*4-*"):
         shutil.rmtree(checkpoint)
     assert main(["train", threads, "--resume", str(parts), *after]) == 0
