@@ -71,17 +71,22 @@ def _in_turn(layers: Any, hidden: Any, *args: Any) -> Any:
     return hidden
 
 
+@pytest.mark.parametrize("are_all_above", [False, True])
 def test_heads_above_the_bound_shrink_by_the_published_factors_and_nothing_else_does(
-    monkeypatch: pytest.MonkeyPatch,
+    are_all_above: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = first_logits(monkeypatch)
-    bound = float(torch.cat(logits).median())
+    largest = torch.cat(logits)
+    bound = float(largest.min() / 2 if are_all_above else largest.median())
 
     ((_, kept),) = LocalWorld(1, timeout_s=60.0).run(run, config(steps=1))
     ((_, clipped),) = LocalWorld(1, timeout_s=60.0).run(run, config(steps=1, qk_clip=bound))
 
     factors = [qk_clip_factors(each, 2, bound) for each in logits]
-    assert any(bool((q_H < 1).any()) and bool((q_H == 1).any()) for q_H, _ in factors)
+    # Keys shrink where all heads that share them are above.
+    assert all(bool((k_K < 1).all()) is are_all_above for _, k_K in factors)
+    if not are_all_above:
+        assert any(bool((q_H < 1).any()) and bool((q_H == 1).any()) for q_H, _ in factors)
     expected = dict(kept)
     for layer, (q_H, k_K) in enumerate(factors):
         for name, scale in (("q_proj", q_H), ("k_proj", k_K)):

@@ -126,10 +126,10 @@ FAULTS_OF_THE_WHOLE = (
     ),
     Fault(
         "later stages stretch the positions",
-        f"{INTEGRATION}/model/decoder.py",
-        "        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)",
-        "        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)"
-        " * (1 + int(not self.is_first))",
+        f"{INTEGRATION}/feed.py",
+        '            "positions_S": self.positions_S,',
+        '            "positions_S": self.positions_S * (1 + int(stage > 0)),',
+        IN_PIPELINE,
     ),
     Fault(
         "the cross-entropy forgets the maxima of the other tensor ranks",

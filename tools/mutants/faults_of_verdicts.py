@@ -72,7 +72,7 @@ FAULTS_OF_COUNTS = (
         f"{GUARDS}/guards.py",
         "if consecutive <= self.max_consecutive_skips else",
         "if consecutive < self.max_consecutive_skips else",
-        _in("guards", "how_many_steps_in_a_row"),
+        (f"{TESTS}/test_guards.py",),
     ),
     Fault(
         "a good step does not end a row of bad ones",
