@@ -213,6 +213,35 @@ def test_what_changes_masters_between_update_and_publication_is_published(to_fil
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("to_file", [False, True], ids=["host", "file"])
+def test_gradients_that_somebody_has_replaced_are_those_that_count(to_file: bool) -> None:
+    case = Case(NetworkPlan(dtype=torch.float32), 2, 2)
+
+    def run(world: Communicator, offload: Offload | None) -> dict[str, torch.Tensor]:
+        parallel, optimizer, stepping = build(world, case, offload)
+        for step in range(2):
+            parallel.zero_grad()
+            backward(parallel, case, step)
+            for number, piece in enumerate(parallel.pieces.values()):
+                gradient = piece.parameter.grad
+                assert gradient is not None
+                if number % 2:
+                    piece.parameter.grad = gradient * 3
+                else:
+                    gradient.mul_(0.5)
+            stepping.step()
+            parallel.publish()
+        return kept(parallel, optimizer)
+
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = LocalWorld(2).run(run, None)
+        found = LocalWorld(2).run(
+            lambda world: run(world, offload_to_folder(folder) if to_file else offload_to_host())
+        )
+    for one, other in zip(wanted, found, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 @settings(max_examples=8)
 @given(stage=st.integers(0, 3), to_file=st.booleans(), each_backward=st.booleans())
 def test_a_step_that_was_given_up_leaves_no_gradient(

@@ -152,7 +152,7 @@ class Lane:
     def _stream_of(self, device: torch.device) -> torch.Stream:
         with self._lock:
             if device not in self._streams:
-                self._streams[device] = torch.Stream(device)
+                self._streams[device] = torch.get_device_module(device).Stream(device)
             return self._streams[device]
 
 
@@ -188,7 +188,8 @@ class _DeviceMove:
         self._after = after
         self._stream = stream
         # What the device has been told to do with either tensor comes first.
-        self._ready = torch.get_device_module(stream.device).current_stream().record_event()
+        self._module = torch.get_device_module(stream.device)
+        self._ready = self._module.current_stream(stream.device).record_event()
 
     def __call__(self) -> None:
         source, target = self._ends
@@ -198,8 +199,7 @@ class _DeviceMove:
         try:
             if not down:
                 pinned.copy_(source)
-            module = torch.get_device_module(self._stream.device)
-            with module.stream(self._stream):
+            with self._module.stream(self._stream):
                 self._stream.wait_event(self._ready)
                 here, there = (source, pinned) if down else (pinned, target)
                 there.copy_(here, non_blocking=True)
