@@ -118,7 +118,7 @@ def page_of(folder: Path) -> tuple[str, Parsed]:
 def full_run(folder: Path) -> Path:
     rows = [row(step, 3.0 - step / 4, mfu=0.4, memory_bytes=2e9) for step in range(1, 9)]
     rows.insert(4, {"step": 4, "held_out_loss": 2.125, "seconds": 0.1})
-    rows[2]["loss"] = None
+    rows[2] |= {"loss": None, "verdict": "SKIP"}
     journal = [
         entry("SKIP", 3, HOSTILE, left_out=[[64, 128]]),
         entry("ROLLBACK", 5, "loss far above its course", back_to=2, loss=9.75),
@@ -140,7 +140,7 @@ def test_a_page_shows_what_the_run_was_and_did(tmp_path: Path) -> None:
     _, found = page_of(full_run(tmp_path / "my run"))
     for told in (
         "my run",
-        "step 8 of 9",
+        "step 8 of 10",
         "training loss 1 least 1 at step 8",
         "held-out loss 2.125 at step 4",
         "parameters 12.3M",

@@ -55,7 +55,7 @@ def finish(
     folder: RunFolder,
     data: Data,
     rows: Rows,
-    last: list[StepRecord],
+    last: StepRecord | None,
 ) -> Summary:
     """Evaluate, generate and plot; every rank returns the same.
 
@@ -83,7 +83,7 @@ def finish(
         steps=progress.step,
         updates=progress.updates,
         skipped=progress.skipped,
-        loss=last[0].loss if last else float("nan"),
+        loss=float("nan") if last is None else last.loss,
         held_out_loss=held_out,
         held_out_bits=bits_a_byte(losses, bytes_of(rows.labels_NS, data.tokenizer)),
         bigram_loss=None if levels is None else levels[0],

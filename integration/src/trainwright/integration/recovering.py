@@ -62,6 +62,10 @@ def recovery_of(parts: Parts, progress: Progress) -> Recovery:
     if progress.guard_state:
         state = dict(progress.guard_state)
         if state.pop("of", None) != plan.guard_name:
-            state["guard"] = plan.guard.initial()
+            anew = plan.guard.initial()
+            state["guard"] = anew
+            state["marks"] = {
+                step: {**mark, "guard": anew} for step, mark in state["marks"].items()
+            }
         recovery.load_state_dict(state)
     return recovery

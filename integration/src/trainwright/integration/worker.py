@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Sequence
+from collections import deque
 from pathlib import Path
 
 import attrs
@@ -135,32 +135,28 @@ def _open(folder: RunFolder, parts: Parts, resume: bool) -> Saver:
     return Saver(store, parts, progress or parts.start(), saved)
 
 
-def _train(saver: Saver, watch: Watch) -> list[StepRecord]:
+def _train(saver: Saver, watch: Watch) -> StepRecord | None:
     """Make the steps that are left; returns the last one's record, if there is one."""
     parts = saver.parts
-    last: list[StepRecord] = []
-
-    def keep(record: StepRecord) -> None:
-        last[:] = [record]
-
+    last: deque[StepRecord] = deque(maxlen=1)
     check = ReplicaCheck(parts, parts.guards.replicas_every)
-    looking: list[Observer] = [keep, *watch.observers, check, *warnings_of(parts)]
+    looking: list[Observer] = [last.append, *watch.observers, check, *warnings_of(parts)]
     with pulse(parts.mesh.world.rank) as beat:
         train(parts, saver.progress, [*looking, beat, saver])
-    return last
+    return last[0] if last else None
 
 
-def _is_sound(parts: Parts, last: Sequence[StepRecord]) -> bool:
+def _is_sound(parts: Parts, last: StepRecord | None) -> bool:
     """Whether the last step has left a state worth keeping.
 
     Gradients of scaled losses may overflow in a healthy run; its weights stay as they were.
     """
-    if not last or last[0].verdict is Verdict.CONTINUE:
+    if last is None or last.verdict is Verdict.CONTINUE:
         return True
-    return may_overflow(parts.scaler) and math.isfinite(last[0].loss)
+    return may_overflow(parts.scaler) and math.isfinite(last.loss)
 
 
-def _end_early(saver: Saver, folder: RunFolder, last: Sequence[StepRecord]) -> Stopped:
+def _end_early(saver: Saver, folder: RunFolder, last: StepRecord | None) -> Stopped:
     if _is_sound(saver.parts, last):
         saver.finish()
     else:  # the checkpoint before it is the one to go on from

@@ -57,6 +57,7 @@ class RunFacts:
         interventions: what the guards did, oldest first: the journal's entries.
         measurements: what was measured of the ranks, oldest first.
         summary: what the run said when it ended; empty before.
+        skipped: steps among them that made no update.
         unreadable: lines that could not be read, by file name.
         written: when the metrics were last written to, in seconds since 1970; None: never.
     """
@@ -69,6 +70,7 @@ class RunFacts:
     interventions: tuple[Mapping[str, Any], ...]
     measurements: tuple[Mapping[str, Any], ...]
     summary: Mapping[str, Any]
+    skipped: int
     unreadable: Mapping[str, int]
     written: float | None
 
@@ -80,10 +82,10 @@ class RunFacts:
 
     @property
     def steps_wanted(self) -> int | None:
-        """Steps that the settings ask for."""
+        """Steps until the run ends: the updates asked for, and those that were skipped."""
         for section in self.settings.values():
             if 0 <= number(section.get("steps")) < 2**53:
-                return int(section["steps"])
+                return int(section["steps"]) + self.skipped
         return None
 
 
@@ -116,6 +118,7 @@ def _read_run(path: Path) -> RunFacts:
         interventions=tuple(_lines(path / "journal.jsonl", unreadable)),
         measurements=tuple(_lines(path / "measured.jsonl", unreadable)),
         summary=_mapping(path / "summary.json", unreadable),
+        skipped=sum(row.get("verdict") == "SKIP" for row in steps),
         unreadable=unreadable,
         written=metrics.stat().st_mtime if metrics.exists() else None,
     )
