@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
+import attrs
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
 
+from tests.live_storages import LiveStorages
 from tests.serial import text
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.estimate_memory import memory_of_rank
 from trainwright.integration.estimate_model import states_of_rank
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.model import ExpertShape, ModelShape
 from trainwright.integration.model.latent_shape import LatentShape
 from trainwright.integration.parts import Parts, assemble
+from trainwright.integration.recipe import StepRecord, train
 from trainwright.integration.stepping import make_schedule
 from trainwright.integration.training_state import materialise_states
 from trainwright.sharding.expert import Routing
+from trainwright.sharding.memory import RankMemory
 
 SHAPES = {
     "dense": ModelShape(width=24, layers=4, heads=6, kv_heads=6, mlp_width=50),
@@ -102,7 +110,7 @@ def states_of(comm: Communicator, config: RunConfig, shape: ModelShape) -> tuple
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+def runs(draw: st.DrawFn, zero: int) -> tuple[str, dict[str, Any]]:
     """Eight ranks in some layout, of some model, with some way to share states out."""
     name = draw(st.sampled_from(sorted(SHAPES)))
     sizes = draw(
@@ -119,7 +127,7 @@ def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     )
     layout = ",".join(f"{a}={s}" for a, s in zip(("dp", "cp", "tp", "pp"), sizes, strict=True))
     options: dict[str, Any] = {
-        "zero": draw(st.sampled_from((0, 1, 2, 3))),
+        "zero": zero,
         "dtype": draw(st.sampled_from(("float32", "bfloat16", "float64"))),
         "optimizer": draw(st.sampled_from(("adamw", "sgd"))),
         "sequence_parallel": sizes[2] > 1 and draw(st.booleans()),
@@ -131,24 +139,15 @@ def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     if name == "experts":
         layout += f",ep={draw(st.sampled_from((1, 2, 4)))}"
         layout += f",etp={draw(st.sampled_from((1, sizes[2])))}"
-    elif sizes[0] > 2 and options["zero"]:
+    elif sizes[0] > 2 and zero:
         layout += f",dp_shard={draw(st.sampled_from((2, sizes[0])))}"
-    if options["zero"] < 3:
+    if zero < 3:
         options["bucket_bytes"] = draw(st.sampled_from((None, 3000, 20_000)))
     return name, {"layout": layout, **options}
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@given(run=runs())
-def test_model_states_take_the_bytes_that_eight_ranks_allocate(
-    zero: int, run: tuple[str, dict[str, Any]]
-) -> None:
+def check_states(run: tuple[str, dict[str, Any]]) -> None:
     name, options = run
-    options = {**options, "zero": zero}
-    if zero == 3:
-        options.pop("bucket_bytes", None)
-    if zero == 0 and "dp_shard" in options["layout"]:
-        options["layout"] = options["layout"].partition(",dp_shard")[0]
     config = fitting(options, SHAPES[name])
 
     ranks = LocalWorld(config.parallel.mesh.world_size, timeout_s=60.0).run(
@@ -156,6 +155,157 @@ def test_model_states_take_the_bytes_that_eight_ranks_allocate(
     )
 
     assert [found for found, _ in ranks] == [expected for _, expected in ranks]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@settings(max_examples=3)
+@given(data=st.data())
+def test_model_states_take_the_bytes_that_eight_ranks_allocate(
+    zero: int, data: st.DataObject
+) -> None:
+    check_states(data.draw(runs(zero)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@settings(max_examples=60)
+@given(data=st.data())
+def test_model_states_take_the_bytes_that_ranks_allocate_in_many_layouts(
+    zero: int, data: st.DataObject
+) -> None:
+    check_states(data.draw(runs(zero)))
+
+
+class _SeenEnoughError(Exception):
+    pass
+
+
+def peak_of(comm: Communicator, config: RunConfig, shape: ModelShape) -> tuple[int, RankMemory]:
+    """Return the most that lives in a rank's second step, and what the model says."""
+    peaks: list[int] = []
+
+    def look(record: StepRecord) -> None:
+        peaks.append(live.peak_bytes)
+        live.reset_peak()
+        if record.step == 2:
+            raise _SeenEnoughError
+
+    with LiveStorages() as live, contextlib.suppress(_SeenEnoughError):
+        parts = assemble(config, comm, text(), shape)
+        train(parts, parts.start(), [look])
+    # Ranks that are threads have reduced a unit before the next one is written.
+    expected = memory_of_rank(config, shape, comm.rank, kind="cpu", live_reductions=1)
+    return peaks[1], expected
+
+
+def check_peak(options: dict[str, Any], shape: ModelShape | None = None) -> None:
+    # Guards keep copies of weights at times, which are not the step's.
+    config = RunConfig.of(**{"global_batch": 8, "guards": "none", **options})
+    shape = shape or config.model.shape
+
+    ranks = LocalWorld(config.parallel.mesh.world_size, timeout_s=60.0).run(peak_of, config, shape)
+
+    for found, expected in ranks:
+        assert expected.allocated == pytest.approx(found, rel=0.05), expected
+
+
+PEAKS: list[dict[str, Any]] = [
+    {"layout": "dp=2", "microbatches": 2, "zero": 3, "recompute": "every-2", "dtype": "bfloat16"},
+    {"layout": "tp=2,pp=2", "microbatches": 2, "sequence_parallel": True, "model": "tiny-tied"},
+    {"layout": "pp=2", "microbatches": 2, "schedule": "zb-h1", "model": "tiny-moe"},
+]
+MORE_PEAKS: list[dict[str, Any]] = [
+    {"layout": "dp=2,pp=2", "microbatches": 4, "zero": 3, "dtype": "bfloat16"},
+    {"layout": "dp=2", "microbatches": 2, "zero": 2, "reduce": "microbatch"},
+    {"layout": "pp=2", "microbatches": 4, "schedule": "zb-v", "recompute": "full"},
+    {"layout": "dp=1", "microbatches": 2, "dtype": "float64"},
+    {"layout": "dp=1", "microbatches": 2, "qk_norm": True},
+    {"layout": "dp=2", "microbatches": 1, "zero": 3},
+    {"layout": "dp=2", "microbatches": 2, "zero": 1, "reduce_dtype": "bfloat16"},
+    {"layout": "dp=2,pp=2", "microbatches": 4, "zero": 3, "gather": "action"},
+    {
+        "layout": "dp=2,pp=2",
+        "microbatches": 4,
+        "zero": 3,
+        "gather": "unit",
+        "reduce": "microbatch",
+        "recompute": "full",
+    },
+    {"layout": "pp=4", "microbatches": 8},
+    {"layout": "pp=2", "microbatches": 4, "schedule": "gpipe"},
+    {"layout": "pp=2", "microbatches": 4, "schedule": "interleaved-1f1b", "recompute": "sqrt"},
+    {"layout": "pp=2", "microbatches": 4, "schedule": "zb-v"},
+    {"layout": "pp=2", "microbatches": 4, "schedule": "zb-h2"},
+    {"layout": "pp=2", "microbatches": 4, "schedule": "dualpipe-v"},
+    {"layout": "tp=3", "microbatches": 2, "sequence_parallel": True},
+    {"layout": "cp=2", "microbatches": 2},
+    {"layout": "cp=2", "microbatches": 2, "context": "ulysses"},
+    {"layout": "dp=2,ep=2", "microbatches": 2, "model": "tiny-moe"},
+    {
+        "layout": "dp=2,tp=2,ep=2",
+        "microbatches": 2,
+        "model": "tiny-moe",
+        "sequence_parallel": True,
+        "dtype": "bfloat16",
+    },
+]
+
+
+@pytest.mark.parametrize("options", PEAKS, ids=str)
+def test_the_most_that_lives_in_a_step_is_within_a_twentieth(options: dict[str, Any]) -> None:
+    check_peak(options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", MORE_PEAKS, ids=str)
+def test_the_most_that_lives_in_a_step_is_within_a_twentieth_in_more_layouts(
+    options: dict[str, Any],
+) -> None:
+    check_peak(options)
+
+
+WIDER = {
+    "gelu": attrs.evolve(SHAPES["gelu"], width=128, mlp_width=384),
+    "latent": attrs.evolve(
+        SHAPES["latent"],
+        width=128,
+        heads=4,
+        kv_heads=4,
+        mlp_width=384,
+        latent=LatentShape(keys=64, plain=32, turned=16, values=32, queries=96),
+    ),
+    "words": ModelShape(vocabulary=4096, tied=True),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", WIDER)
+def test_the_most_that_lives_in_a_step_is_within_a_twentieth_for_other_models(name: str) -> None:
+    check_peak({"layout": "tp=2,pp=2", "microbatches": 4}, WIDER[name])
+
+
+def test_live_storages_are_those_that_pytorchs_own_tracker_counts() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    given_BD = torch.ones(32, 64)
+
+    def step() -> None:
+        model(given_BD).logsumexp(-1).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # makes the states
+    theirs = MemTracker()
+    theirs.track_external(model, optimizer, given_BD)
+    with theirs:
+        step()
+    with LiveStorages() as ours:
+        ours.note(given_BD, *model.parameters(), *states(optimizer))
+        ours.reset_peak()
+        step()
+
+    found = theirs.get_tracker_snapshot("peak")[torch.device("cpu")]
+    assert ours.peak_bytes == found["Total"]
 
 
 def fitting(options: dict[str, Any], shape: ModelShape) -> RunConfig:

@@ -92,7 +92,7 @@ def find_device(name: str) -> Device | None:
 
 
 def named_device(name: str) -> Device:
-    """Return the first device of the table whose name begins with ``name``, or is what PyTorch says.
+    """Return the first device whose name begins so, or that PyTorch calls so.
 
     Raises:
         ConfigError: there is none; the nearest is offered.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import attrs
 import numpy as np
 
 from trainwright.integration.config import RunConfig
@@ -30,9 +31,18 @@ from trainwright.sharding.memory import (
 BLOCK_OF_LOSS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Logits that the loss works on at once."""
 
+LIVE_REDUCTIONS = 2
+"""The unit whose gradients are written, and the one before it, which is under way."""
+
 
 def memory_of_rank(
-    config: RunConfig, shape: ModelShape, rank: int, *, kind: str = "cuda", reserve: float = 0.0
+    config: RunConfig,
+    shape: ModelShape,
+    rank: int,
+    *,
+    kind: str = "cuda",
+    reserve: float = 0.0,
+    live_reductions: int = LIVE_REDUCTIONS,
 ) -> RankMemory:
     """Return what a rank holds at the worst moment of a step.
 
@@ -42,6 +52,8 @@ def memory_of_rank(
         rank: which of the world.
         kind: of the device, "cpu" or "cuda": norms are one kernel on one of them only.
         reserve: share of everything else that fragmentation is given.
+        live_reductions: units whose gradients are whole at once where they are reduced while the
+            backward goes on.
     """
     schedule = make_schedule(config)
     places = config.parallel.mesh.places(rank)
@@ -52,9 +64,9 @@ def memory_of_rank(
     return memory(
         sizes_of(shape),
         chunks,
-        in_flight(schedule, places["pp"], numbers, weights_of(chunks, kept)),
+        in_flight(schedule, places["pp"], numbers, [ChunkBytes.of(c, kept) for c in chunks]),
         kept,
-        traffic_of(config, reserve),
+        attrs.evolve(traffic_of(config), reserve=reserve, live_reductions=live_reductions),
         buffer_bytes=states.buffer_bytes,
     )
 
@@ -88,7 +100,7 @@ def segment_of(config: RunConfig, shape: ModelShape) -> int:
     raise ConfigError(f"--recompute {recompute} is not estimated; none, full, every-K, sqrt are")
 
 
-def traffic_of(config: RunConfig, reserve: float) -> Traffic:
+def traffic_of(config: RunConfig) -> Traffic:
     """Return when weights are whole and gradients are reduced."""
     parallel = config.parallel
     wire = REDUCE_DTYPES.get(parallel.reduce_dtype or "")
@@ -97,18 +109,35 @@ def traffic_of(config: RunConfig, reserve: float) -> Traffic:
         all_chunks=parallel.gather != "action",
         reduce_each_backward=parallel.reduce == "microbatch" or config.sizes.microbatches == 1,
         wire_bytes=0 if wire is None else wire.itemsize,
-        reserve=reserve,
     )
 
 
-def weights_of(chunks: Sequence[Chunk], kept: KeptBytes) -> list[float]:
-    """Return about how much a microbatch keeps of each chunk, to tell moments apart."""
-    each = kept.stream if kept.segment else kept.dense.kept
-    return [float(len(c.part.blocks) * each + c.part.is_last * kept.logits) for c in chunks]
+@attrs.frozen
+class ChunkBytes:
+    """About what a microbatch keeps of a chunk, to tell moments apart.
+
+    Args:
+        held: from its forward to its backward.
+        deferred: from its input gradients to its weight gradients.
+    """
+
+    held: int
+    deferred: int
+
+    @classmethod
+    def of(cls, chunk: Chunk, kept: KeptBytes) -> ChunkBytes:
+        """Return those of a chunk."""
+        blocks, part = len(chunk.part.blocks), chunk.part
+        each = kept.dense.kept
+        if kept.segment:
+            each = kept.stream // kept.segment
+        ends = (kept.head + kept.logits) * part.is_last
+        deferred = blocks * kept.dense.deferred + part.is_last * kept.head_deferred
+        return cls(blocks * each + ends, deferred)
 
 
 def in_flight(
-    schedule: Schedule, pipeline_rank: int, numbers: Sequence[int], weights: Sequence[float]
+    schedule: Schedule, pipeline_rank: int, numbers: Sequence[int], sizes: Sequence[ChunkBytes]
 ) -> list[InFlight]:
     """Return what a rank holds when the backwards begin that may be the worst.
 
@@ -117,7 +146,7 @@ def in_flight(
     """
     held, waiting = dict.fromkeys(numbers, 0), dict.fromkeys(numbers, 0)
     begun: set[int] = set()
-    worst: dict[tuple[int, bool], tuple[float, InFlight]] = {}
+    worst: dict[tuple[int, bool], tuple[int, InFlight]] = {}
     index = {number: place for place, number in enumerate(numbers)}
     for kind, stage, *_ in np.asarray(schedule.actions[pipeline_rank]).tolist():
         if kind in FORWARD_KINDS:
@@ -125,8 +154,10 @@ def in_flight(
         elif kind in (Kind.B, Kind.I):
             counts = tuple(held[number] for number in numbers)
             later = tuple(waiting[number] for number in numbers)
-            # What waits for its weight gradients is about half of what it was.
-            size = sum((c + n / 2) * w for c, n, w in zip(counts, later, weights, strict=True))
+            size = sum(
+                count * each.held + wait * each.deferred
+                for count, wait, each in zip(counts, later, sizes, strict=True)
+            )
             key = (stage, stage in begun)
             found = InFlight(
                 counts,

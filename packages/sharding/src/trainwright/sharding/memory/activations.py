@@ -24,13 +24,15 @@ class BlockBytes:
     Args:
         kept: Bytes from its forward to its backward, its input where a norm keeps that.
         extra: Most bytes beside these during its backward.
+        extra_apart: The same of input gradients alone, where products' inputs stay.
         deferred: Bytes between a backward's input gradients and its weight gradients, where these
             are apart: inputs of products, and gradients of what they made.
     """
 
     kept: int
     extra: int
-    deferred: int = 0
+    extra_apart: int
+    deferred: int
 
 
 @attrs.frozen
@@ -46,8 +48,9 @@ class KeptBytes:
         logits: Of the logits, which live as long.
         head_deferred: Of the head's product, as in `BlockBytes`.
         loss: Most beside these while the loss and its gradient are computed.
-        head_backward: Most beside these while the head's backward runs.
-        norm_backward: Most beside the rest while the final norm's runs, when logits are gone.
+        head_backward: Most beside the rest while the head's backward runs, when the logits'
+            gradient has come in their place.
+        norm_backward: Most beside the rest while the final norm's runs.
         table_gradient: Of a whole gradient of the embedding, before it is added where gradients
             lie.
         segment: Blocks that are recomputed together; 0: none are.
@@ -129,7 +132,7 @@ def decoder_bytes(
         logits=logits,
         head_deferred=rank.stream + logits,
         loss=logits + (_wide(tokens.compute) * at_once if tokens.compute < _FLOAT32 else 0),
-        head_backward=logits + table + rank.around_products(),
+        head_backward=rank.around_product(table),
         norm_backward=rank.norm_backward(),
         table_gradient=table,
         segment=tokens.segment,
@@ -168,15 +171,15 @@ class _Rank:
             return 0
         return self.tokens.compute * self.rows * self.shape.width
 
-    def around_products(self) -> int:
-        """Return what the backward of products of a stream takes: gradients, and what they send."""
+    def around_product(self, matrix: int) -> int:
+        """Return what the backward of a product of the stream makes, of a matrix of some bytes."""
         whole = self.tokens.compute * self.rows * self.shape.width
         if self.layout.tp == 1:
-            return whole
+            return whole + matrix
         if not self.tokens.sequence_parallel:
-            return 2 * whole
+            return whole + max(whole, matrix)  # its input's gradient travels when it is made
         # The input is made whole again, and its gradient is cut.
-        return 3 * whole + self.stream
+        return 2 * whole + max(whole + self.stream, matrix)
 
     def norm_backward(self) -> int:
         """Return what the backward of a norm takes beside what it kept."""
@@ -213,7 +216,8 @@ class _Rank:
             # the output product wants a copy.
             kept += queries
         deferred = 2 * self.stream + 2 * queries + 2 * keys
-        return BlockBytes(kept, self.stream + 2 * queries + 2 * keys, deferred)
+        extra = self.stream + 2 * queries + 2 * keys
+        return BlockBytes(kept, extra, extra, deferred)
 
     def _latent_attention(self, latent: LatentSizes) -> BlockBytes:
         e, heads = self.tokens.compute, self.share(self.shape.heads)
@@ -232,7 +236,8 @@ class _Rank:
         small = e * self.between * (2 * latent.queries + 2 * latent.keys + latent.turned)
         made = e * self.rows * heads * (latent.key_width + latent.plain + latent.values)
         deferred = 2 * self.stream + small + made + values
-        return BlockBytes(kept, self.stream + 4 * kernel, deferred)
+        extra = self.stream + 4 * kernel
+        return BlockBytes(kept, extra, extra, deferred)
 
     def _sums(self, heads: int) -> int:
         """Return the log-sum-exp of each query."""
@@ -246,11 +251,12 @@ class _Rank:
         kept = self.norm(self.between, width) + self.stream
         if self.shape.gated:
             # Gate, activated gate, up, and their product.
-            extra = max(2 * hidden, hidden + matrix + self.gathered)
-            deferred = 2 * self.stream + 3 * hidden
-            return BlockBytes(kept + 4 * hidden, self.stream + extra, deferred)
+            extra = self.stream + max(2 * hidden, hidden + matrix + self.gathered)
+            apart, deferred = self.stream + 3 * hidden, 2 * self.stream + 3 * hidden
+            return BlockBytes(kept + 4 * hidden, extra, apart, deferred)
         extra = self.stream + hidden + matrix + self.gathered
-        return BlockBytes(kept + 2 * hidden, extra, 2 * self.stream + 2 * hidden)
+        apart, deferred = self.stream + 2 * hidden, 2 * self.stream + 2 * hidden
+        return BlockBytes(kept + 2 * hidden, extra, apart, deferred)
 
     def experts(self, experts: ExpertSizes) -> BlockBytes:
         """Return what norm, router and products of a block with experts keep."""
@@ -270,11 +276,11 @@ class _Rank:
         shared = self.share(experts.shared_width) if experts.shared_width else 0
         kept += 4 * e * self.rows * shared
         matrices = e * experts.number // layout.ep * features * width
-        extra = e * rows * width + max(2 * e * rows * features, e * rows * features + matrices)
-        deferred = (
-            2 * self.stream + e * rows * (2 * width + 3 * features) + 3 * e * self.rows * shared
-        )
-        return BlockBytes(kept, self.stream + extra, deferred)
+        hidden, around = e * rows * features, self.stream + e * rows * width
+        deferred = 2 * self.stream + e * rows * 2 * width + 3 * hidden
+        deferred += 3 * e * self.rows * shared
+        extra = around + max(2 * hidden, hidden + matrices)
+        return BlockBytes(kept, extra, around + 3 * hidden, deferred)
 
 
 def _joined(attention: BlockBytes, rest: BlockBytes) -> BlockBytes:
@@ -282,6 +288,7 @@ def _joined(attention: BlockBytes, rest: BlockBytes) -> BlockBytes:
     return BlockBytes(
         attention.kept + rest.kept,
         max(rest.extra, attention.extra - rest.kept),
+        max(rest.extra_apart, attention.extra_apart - rest.kept),
         attention.deferred + rest.deferred,
     )
 

@@ -93,10 +93,11 @@ class _Rank:
             again = self._again(blocks, index)
             now = attrs.evolve(base, activations=held + again)
             unit = f"model.layers.{blocks[index]}"
-            extra = self._block(blocks[index]).extra
+            block = self._block(blocks[index])
+            extra = block.extra_apart if at.splits else block.extra
             yield self._moment(now, at, wholes, [*done, unit], extra, f"block {blocks[index]}")
             done.append(unit)
-            held -= self._share(blocks, index) - self._block(blocks[index]).deferred * at.splits
+            held -= self._share(blocks, index) - block.deferred * at.splits
         if chunk.part.is_first:
             now = attrs.evolve(base, activations=held)
             work = kept.stream + kept.table_gradient
@@ -115,7 +116,7 @@ class _Rank:
             base,
             gathered=self._gathered(at.chunk),
             reduce=wholes.bytes_after(done),
-            workspace=workspace + self._transfers(self.chunks[at.chunk].part),
+            workspace=workspace + sum(self._transfers(chunk.part) for chunk in self.chunks),
             moment=moment,
         )
 
@@ -142,10 +143,8 @@ class _Rank:
         return held + self.kept.head_deferred * part.is_last
 
     def _transfers(self, part: Slice) -> int:
-        """Return what is sent or expected while a stage computes."""
-        if part.is_first and part.is_last:
-            return 0
-        return self.kept.stream * (1 + (not part.is_first) + (not part.is_last))
+        """Return what a stage expects, the next input and gradient, and what it has just sent."""
+        return self.kept.stream * ((not part.is_first) + 2 * (not part.is_last))
 
     def _share(self, blocks: list[int], index: int) -> int:
         """Return what a block keeps until its backward: all, or its segment's input."""

@@ -31,7 +31,7 @@ class RankMemory:
         gradients: Of what is kept of gradients between microbatches.
         states: Masters apart from the weights, and the optimizer's.
         activations: Of all microbatches in flight, what their backwards need but the logits.
-        logits: Of the last stage.
+        logits: Of the last stage, or of their gradients after them.
         gathered: Weights that are whole only for their use, at stage 3.
         reduce: Gradients that are whole only until they are reduced, at stages 2 and 3, and what
             travels in another format.
@@ -114,7 +114,7 @@ class Traffic:
         live_units: At stage 3, units that are whole at once; None: all of a chunk are.
         all_chunks: Whether those of the other chunks are whole meanwhile.
         live_reductions: At stages 2 and 3, units whose gradients are whole at once in a backward
-            that ends with its reduction.
+            that ends with its reduction: the one that is written, and those that are under way.
         reduce_each_backward: Whether every backward does.
         wire_bytes: Of a gradient as it travels; 0: as it is.
         reserve: Share of all other memory that fragmentation is given.
@@ -122,7 +122,7 @@ class Traffic:
 
     live_units: int | None = 2
     all_chunks: bool = True
-    live_reductions: int = 3
+    live_reductions: int = 2
     reduce_each_backward: bool = False
     wire_bytes: int = 0
     reserve: float = 0.0
