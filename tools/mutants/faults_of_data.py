@@ -44,9 +44,9 @@ FAULTS_OF_READING = (
     ),
     Fault(
         "a token between two rows of a long document is no target",
-        f"{INTEGRATION}/data/packing.py",
-        "            start = limit - 1",
-        "            start = limit",
+        f"{INTEGRATION}/data/row_table.py",
+        "    return limit, limit - 1",
+        "    return limit, limit",
         _in("packing_and_mixing", "whole_documents_lose"),
     ),
     Fault(
@@ -100,9 +100,9 @@ FAULTS_OF_READING = (
     ),
     Fault(
         "only the first group of parameters follows the learning rate",
-        f"{INTEGRATION}/recipe.py",
-        "    for group in parts.optimizer.param_groups:",
-        "    for group in parts.optimizer.param_groups[:1]:",
+        f"{INTEGRATION}/optimizers/joined.py",
+        "zip(self.param_groups, self._shares, strict=True):",
+        "zip(self.param_groups[:1], self._shares[:1], strict=True):",
         ("tests/test_law.py", "-k", f"{ONE_STEP} and dp2-float64"),
     ),
 )
@@ -191,8 +191,8 @@ FAULTS_OF_OTHERS_FILES = (
     Fault(
         "the power of a loss scale is a factor",
         f"{INTEGRATION}/deepspeed/formats.py",
-        "    return 2.0 ** whole(0)(key, value)",
-        "    return 2.0 * whole(0)(key, value)",
+        "    return 2.0**power",
+        "    return 2.0 * power",
         (DEEPSPEED, "-k", "a_key_sets"),
     ),
     Fault(

@@ -23,8 +23,8 @@ FAULTS_OF_SCALERS = (
     Fault(
         "a restart has the whole patience again",
         f"{PRECISION}/dynamic_scaling.py",
-        '        left = int(state.get("_hysteresis_tracker", settings.hysteresis))',
-        "        left = settings.hysteresis",
+        "        self._hysteresis_tracker = left",
+        "        self._hysteresis_tracker = settings.hysteresis",
         (f"{TESTS}/test_hysteresis.py",),
     ),
     Fault(
