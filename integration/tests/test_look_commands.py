@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import math
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from trainwright.integration.cli import main
 from trainwright.integration.data import open_data
+from trainwright.integration.run_folder import WRITER, RunFolder
 
 LICENSE = Path(__file__).parents[2] / "LICENSE"
 LAYOUTS = [
@@ -210,6 +213,19 @@ def test_a_text_ends_where_the_model_says_so(
         (["evaluate", "{}/exported", "--data", "{}/run", "--step", "2"], "has no steps"),
         (["evaluate", "{}/run", "--step", "1"], "no complete checkpoint"),
         (["export", "{}/run", "{}/exported"], "is there already"),
+        (["generate", "{}", "--prompt", "a"], "holds no model"),
+        (["generate", "{}/run", "--prompt", "\ud800"], "half a character"),
+        (["evaluate", "{}/run", "--layout", "dp=1000000"], "dp=1000000|processes|ranks"),
+        (["evaluate", "{}/run", "--micro-batch", "0"], "--micro-batch"),
+        (["report", "{}"], "holds no run"),
+        (["report", "{}/run", "--out", "{}/missing/r.html"], "cannot write the report"),
+        (["data", "show", "{}"], "holds no run"),
+        (["data", "tokenize", "{}/nothing", "--out", "{}/new"], "does not exist"),
+        (["data", "tokenize", "{}/run/config.json", "--out", "{}/run"], "holds something else"),
+        (["checkpoint", "show", "{}/exported@3"], "has no steps"),
+        (["checkpoint", "show", "{}"], "no complete checkpoint|no checkpoint"),
+        (["checkpoint", "diff", "{}/run", "@7"], "no complete checkpoint"),
+        (["checkpoint", "convert", "{}/run", "{}/exported", "--to", "dcp"], "is there already"),
     ],
 )
 def test_what_cannot_be_looked_at_is_refused_in_words(
@@ -221,8 +237,75 @@ def test_what_cannot_be_looked_at_is_refused_in_words(
 ) -> None:
     code = main([word.replace("{}", str(trained.parent)) for word in arguments])
 
-    assert code in (1, 2)
-    assert words in capsys.readouterr().err
+    assert code == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_damaged_weights_are_input_that_cannot_be_used(
+    trained: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, folder = (shutil.copytree(place, tmp_path / place.name) for place in (trained, exported))
+    (kept,) = (run / "checkpoints").glob("*2*/*.safetensors")
+    (folder / "model.safetensors").write_bytes(
+        (folder / "model.safetensors").read_bytes()[:-4] + b"\xff\xff\xff\x7f"
+    )
+    content = kept.read_bytes()
+    first = 8 + int.from_bytes(content[:8], "little")
+    kept.write_bytes(content[:first] + bytes(255 - byte for byte in content[first:]))
+    asked = [["generate", "--prompt", "a", "--tokens", "2"], ["evaluate", "--data", str(LICENSE)]]
+
+    for place, word in ((run, "checksum|damaged"), (folder, "not finite")):
+        for command, *more in [*asked, ["export", str(tmp_path / "new")]]:
+            assert main([command, str(place), *more]) == 2
+            assert re.search(word, capsys.readouterr().err)
+    assert main(["checkpoint", "verify", str(run)]) == 1
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "with 2 where options, settings, data, weights or folders cannot be" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "count"),
+    [
+        (["--prompt", "", "--tokens", "3", "--no-stop"], 3),
+        (["--prompt", "Work " * 200, "--tokens", "3", "--no-stop"], 3),
+        (["--prompt", "a", "--tokens", "40", "--no-stop", "--temperature", "0"], 40),
+        (["--prompt", "a", "--tokens", "3", "--no-stop", "--top-k", "100000"], 3),
+        (["--prompt", "a", "--tokens", "3", "--no-stop", "--temperature", "1e-300"], 3),
+    ],
+)
+def test_text_is_continued_whatever_its_length_and_rule(
+    trained: Path, asked: list[str], count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = json.loads(said(capsys, "generate", str(trained), *asked, "--json"))
+    assert len(told["tokens"]) == count
+
+
+def test_what_looks_at_a_run_sees_it_while_it_is_written_or_was_killed(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    # A run that goes on holds its locks, and one that was killed leaves half of what it wrote.
+    with RunFolder(run).lock(), RunFolder(run).lock(WRITER):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3, "lo')
+        half = run / "checkpoints" / "step-00000003.tmp"
+        half.mkdir()
+        (half / "model.safetensors").write_bytes(b"half")
+        assert said(capsys, "generate", str(run), "--prompt", "a", "--tokens", "2")
+        assert json.loads(said(capsys, "evaluate", str(run), "--json"))["tokens"]
+        assert "report.html" in said(capsys, "report", str(run))
+        assert "1 unreadable lines" in (run / "report.html").read_text()
+        assert "step 2" in said(capsys, "checkpoint", "show", str(run))
+        assert main(["data", "show", str(run)]) == 2
+        assert "it never intervened" in capsys.readouterr().err
+    shutil.rmtree(run / "checkpoints")
+    for command in (["generate", str(run), "--prompt", "a"], ["evaluate", str(run)]):
+        assert main(command) == 2
+        assert "has no checkpoint yet" in capsys.readouterr().err
 
 
 @pytest.mark.long

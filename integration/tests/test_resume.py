@@ -64,7 +64,7 @@ def test_a_damaged_checkpoint_is_refused_in_a_line_with_file_and_checksums(
     code = main(["train", "--threads-as-ranks", "--resume", str(finished), "--steps", "5"])
 
     said = capsys.readouterr().err
-    assert code == 1
+    assert code == 2
     assert victim.name in said
     assert "expected" in said
     assert "found" in said
@@ -148,7 +148,7 @@ def test_checkpoints_of_another_run_are_neither_resumed_nor_removed(
     assert mine.name not in left
     assert theirs.name in left
     assert len(left) == 2
-    assert refused == 1
+    assert refused == 2
     assert "complete: step 3 of run" in capsys.readouterr().err
 
 

@@ -9,6 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from trainwright.checkpointing import CheckpointingError
+from trainwright.checkpointing.errors import (
+    DamagedCheckpointError,
+    LoadFailedError,
+    MismatchError,
+    NoCheckpointError,
+    UntrustedError,
+)
 from trainwright.collectives import CollectiveError
 from trainwright.integration import (
     checkpoint_command,
@@ -24,6 +31,15 @@ from trainwright.integration.errors import ConfigError, TrainwrightError
 from trainwright.precision import LossScaleError
 from trainwright.stability_guards import GuardError, HaltError
 
+_ENDINGS = (
+    "It exits with 0; with 1 where a run has failed, or what was compared or verified is not as it "
+    "should be; with 2 where options, settings, data, weights or folders cannot be used; with 75 "
+    "where a run was saved because a signal asked for its end; else with 128 + the number of the "
+    "signal that stopped it."
+)
+_GIVEN = (DamagedCheckpointError, MismatchError, NoCheckpointError, UntrustedError, LoadFailedError)
+"""What libraries raise of weights that were given."""
+
 _TOLD = (CheckpointingError, CollectiveError, GuardError, HaltError, LossScaleError)
 
 
@@ -35,8 +51,8 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit code.
 
-    0, 1 for a failed run, 2 for wrong input, 75 for one that was saved because a signal asked for
-    its end, else 128 + its number for the signal that stopped it.
+    0, 1 for a failed run, 2 for input that cannot be used, weights among it, 75 for a run that was
+    saved because a signal asked for its end, else 128 + its number for the signal that stopped it.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
@@ -51,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"see trainwright {options.command} --help"
             )
         return _COMMANDS[options.command](options)
-    except TrainwrightError as error:
+    except (TrainwrightError, *_GIVEN) as error:
         sys.stderr.write(f"trainwright: {error}\n")
         return 2
     except _TOLD as error:
@@ -73,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     root = _Parser(
         prog="trainwright",
         description="3D-parallel training of language models.",
+        epilog=_ENDINGS,
         allow_abbrev=False,
     )
     commands = root.add_subparsers(dest="command", required=True, parser_class=_Parser)

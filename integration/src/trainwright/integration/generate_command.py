@@ -104,10 +104,14 @@ def encoded(place: Place, prompt: str) -> list[int]:
     """Return the tokens of a prompt, which begins a document; an empty one is what is before it.
 
     Raises:
-        ConfigError: it is empty, and documents begin with nothing.
+        ConfigError: it is no text; or it is empty, and documents begin with nothing.
     """
     tokenizer = place.tokenizer()
-    text = [int(token) for token in tokenizer.encode([prompt.encode()])[0]]
+    try:
+        content = prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"--prompt holds half a character: {error}") from error
+    text = [int(token) for token in tokenizer.encode([content])[0]]
     tokens = [*tokenizer.start, *text]
     if not tokens and tokenizer.end is None:
         raise ConfigError(f"the tokenizer of {place.path} needs a --prompt that is not empty")
