@@ -18,7 +18,7 @@ from tools.mutants.tree import StaleFaultError, copy_sources, planted
 DEADLINE_S = 200.0
 SUITES_DEADLINE_S = 1800.0
 SOUND_DEADLINE_S = 900.0
-TESTS_AT_ONCE = 20
+TESTS_AT_ONCE = 10
 
 
 def copies(folder: Path, number: int) -> list[Path]:
