@@ -22,6 +22,7 @@ from trainwright.integration.errors import ConfigError
 from trainwright.integration.estimate_memory import memory_of_rank
 from trainwright.integration.estimate_model import states_of_rank
 from trainwright.integration.fitting import check_fits
+from trainwright.integration.memory_kinds import state_bytes
 from trainwright.integration.model import ExpertShape, ModelShape
 from trainwright.integration.model.latent_shape import LatentShape
 from trainwright.integration.parts import Parts, assemble
@@ -174,6 +175,40 @@ def test_model_states_take_the_bytes_that_ranks_allocate_in_many_layouts(
     zero: int, data: st.DataObject
 ) -> None:
     check_states(data.draw(runs(zero)))
+
+
+def reported(comm: Communicator, config: RunConfig, shape: ModelShape) -> tuple[int, int]:
+    """Return what a rank tells of its states before an update, and what the model says."""
+    parts = assemble(config, comm, text(), shape)
+    found: list[int] = []
+
+    def count(*_: object) -> None:
+        model = parts.model
+        held = state_bytes(
+            model.stages.values(),
+            model.pieces,
+            parts.optimizer,
+            parallel=model.parallel.values(),
+        )
+        found.append(sum(held.values()))
+
+    materialise_states(parts, 1)
+    parts.optimizer.register_step_pre_hook(count)
+    train(parts, parts.start(), [])
+    # While its weight is released a parameter is one number.
+    stages = parts.model.stages.values() if config.parallel.zero == 3 else ()
+    stand_ins = sum(p.element_size() for stage in stages for p in stage.parameters())
+    expected = states_of_rank(config, shape, make_schedule(config), comm.rank)
+    return found[0], expected.total + stand_ins
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_a_rank_reports_of_its_states_is_all_that_it_holds(zero: int) -> None:
+    config = RunConfig.of(layout="dp=2", zero=zero, dtype="bfloat16", steps=1, guards="none")
+    shape = attrs.evolve(SHAPES["dense"], width=48)
+
+    for found, expected in LocalWorld(2, timeout_s=60.0).run(reported, config, shape):
+        assert found == expected
 
 
 class _SeenEnoughError(Exception):

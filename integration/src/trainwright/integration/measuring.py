@@ -82,7 +82,11 @@ class RankMeasures:
         if parts.is_measured(self._progress.step + 1):
             model = parts.model
             self._states = state_bytes(
-                model.stages.values(), model.pieces, parts.optimizer, model.is_in_file
+                model.stages.values(),
+                model.pieces,
+                parts.optimizer,
+                model.is_in_file,
+                model.parallel.values(),
             )
 
     def _mine(

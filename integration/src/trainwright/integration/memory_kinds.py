@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.sharding.data import Piece
+from trainwright.sharding.data import DataParallel, Piece
 
 
 def state_bytes(
@@ -19,18 +19,20 @@ def state_bytes(
     pieces: Mapping[str, Piece],
     optimizer: torch.optim.Optimizer,
     is_in_file: Callable[[torch.Tensor], bool] = lambda tensor: False,
+    parallel: Iterable[DataParallel] = (),
 ) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer states that this rank holds now.
 
     A storage counts where it is met first, in this order. Weights are those of the modules as they
-    are: what stage 3 has gathered, nothing of what is released. Masters apart from the weights
-    count as optimizer states.
+    are: what stage 3 has gathered, nothing of what is released, but what it keeps of them beside
+    masters in another format. Masters apart from the weights count as optimizer states.
 
     Args:
         modules: this rank's parts of the model.
         pieces: what the optimizer updates.
         optimizer: whose states.
         is_in_file: says of a tensor that it takes no memory.
+        parallel: what shares out the states of the modules.
     """
     held = list(modules)
     parameters = [p for module in held for p in module.parameters()]
@@ -42,10 +44,15 @@ def state_bytes(
         "optimizer": [*masters, *_states(optimizer)],
     }
     seen: set[tuple[torch.device, int]] = set()
-    return {
+    found = {
         kind: _bytes((t for t in tensors if t is None or not is_in_file(t)), seen)
         for kind, tensors in kinds.items()
     }
+    # What is kept in the masters' own format is the masters, which have been counted.
+    buckets = [b for each in parallel for unit in each.units.values() for b in unit.buckets]
+    kept = (bucket.weights.kept for bucket in buckets)
+    found["weights"] += _bytes((t for t in kept if not is_in_file(t)), seen)
+    return found
 
 
 def peak_bytes(device: torch.device) -> int:
