@@ -10,8 +10,8 @@ import attrs
 import pytest
 import torch
 
+from tests.equivalence.families import LATENT
 from tests.serial import GROUPED, SPARSE, settings, text
-from tests.test_law_families import LATENT
 from trainwright.checkpointing.activations import keep_all
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.config import RunConfig

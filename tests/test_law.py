@@ -1,4 +1,8 @@
-"""The law: a parallel run computes what the serial run computes."""
+"""The law: a parallel run computes what the serial run computes.
+
+Here are all sizes of data, tensor and pipeline parallelism up to eight ranks, and whole
+trajectories; tests/test_equivalence.py has all pairs of what else a run can be told.
+"""
 
 from __future__ import annotations
 
@@ -102,25 +106,13 @@ SAMPLE = [
     ),
 ]
 KEPT: list[tuple[str, dict[str, object]]] = [
-    (layout, {"microbatches": 4, "schedule": schedule, "zero": zero, **variant})
-    for schedule in SCHEDULES
-    for zero in (0, 3)
-    for layout, variant in (
-        ("dp=2,pp=2", {"recompute": "full", "offload_activations": "cpu"}),
-        ("dp=2,tp=2,pp=2", {"recompute": "selective", "sequence_parallel": True}),
-        ("dp=2,pp=2", {"recompute": "sqrt", "model": "tiny-tied"}),
-        ("dp=2,pp=2", {"recompute": "budget:300KB"}),
-        ("dp=2,cp=2,pp=2", {"recompute": "selective", "offload_activations": "cpu"}),
-    )
-]
-KEPT += [
     # Uneven shares, and what experts are sent, make ranks count differently.
     ("tp=3", {"microbatches": 2, "recompute": "budget:700KB"}),
     ("dp=4,ep=4", {"microbatches": 2, "recompute": "budget:450KB", "model": "tiny-moe"}),
 ]
 EXPERT_PARALLEL: list[tuple[str, dict[str, object]]] = [
     (layout, {"model": "tiny-moe", "zero": zero, **variant})
-    for zero in (0, 1, 2, 3)
+    for zero in (0, 3)
     for layout, variant in (
         ("dp=2", {"recompute": "every-2"}),
         ("dp=4,ep=4", {"microbatches": 3, "recompute": "full"}),
@@ -135,7 +127,7 @@ EXPERT_PARALLEL: list[tuple[str, dict[str, object]]] = [
 CONTEXT_PARALLEL: list[tuple[str, dict[str, object]]] = [
     (layout, {"context": context, "zero": zero, **variant})
     for context in CONTEXTS
-    for zero in (0, 1, 2, 3)
+    for zero in (0, 3)
     for layout, variant in (
         ("cp=6", {"recompute": "every-2"}),
         ("cp=5", {"recompute": "every-2"}),
@@ -150,33 +142,19 @@ SEQUENCE_PARALLEL = [
         f"dp=2,tp={tp},pp={pp}",
         {"microbatches": 2, "zero": zero, "sequence_parallel": True, "recompute": recompute},
     )
-    for zero in (0, 1, 2, 3)
+    for zero in (0, 3)
     for tp, pp, recompute in ((2, 1, "none"), (2, 2, "full"), (3, 1, "every-2"), (4, 1, "none"))
 ]
 SCHEDULED: list[tuple[str, dict[str, object]]] = [
     (layout, {"schedule": schedule, "microbatches": 3, "model": model, **variant})
     for schedule in SCHEDULES
     for layout, model, variant in (
-        ("pp=4", "tiny", {"microbatches": 4}),
-        ("dp=2,pp=2", "tiny", {"zero": 1, "recompute": "every-2"}),
-        ("dp=2,tp=2,pp=2", "tiny-tied", {"zero": 2}),
         ("dp=2,pp=2", "tiny", {"zero": 2, "reduce": "microbatch"}),
-        ("dp=2,tp=2,pp=2", "tiny-tied", {"zero": 3, "sequence_parallel": True}),
-        ("dp=2,pp=3", "tiny", {"microbatches": 2, "zero": 3, "recompute": "full"}),
         ("dp=2,pp=2", "tiny-tied", {"zero": 3, "gather": "action", "reduce": "microbatch"}),
         ("dp=2,pp=2", "tiny", {"zero": 3, "gather": "unit", "recompute": "full"}),
-        ("dp=2", "tiny-tied", {"zero": 3, "microbatches": 2}),
     )
 ]
-IN_PROCESSES: list[tuple[str, dict[str, object]]] = [
-    ("dp=2,pp=2", {"microbatches": 3, "zero": 3}),
-    ("dp=2,tp=2,pp=2", {"microbatches": 2, "zero": 2, "sequence_parallel": True}),
-    ("dp=3,tp=2", {"microbatches": 2, "zero": 1, "recompute": "every-2"}),
-    ("tp=3,pp=2", {"microbatches": 3, "model": "tiny-tied"}),
-    ("dp=4,dp_shard=2,pp=2", {"microbatches": 3, "zero": 3, "reduce": "microbatch"}),
-    ("dp=2,cp=2", {"microbatches": 2, "zero": 3, "context": "ulysses"}),
-    ("cp=2,pp=2,ep=2", {"microbatches": 3, "zero": 2, "model": "tiny-moe", "recompute": "full"}),
-]
+IN_PROCESSES: tuple[str, dict[str, object]] = ("dp=2,pp=2", {"microbatches": 3, "zero": 3})
 ROUNDED = [
     pytest.param(*case, id=case[0], marks=[pytest.mark.long] if case is not SAMPLE[0] else [])
     for case in (SAMPLE[0], SAMPLE[1], SAMPLE[5])
@@ -324,7 +302,7 @@ def assert_same_steps_in_processes(config: RunConfig) -> None:
     assert set(found) == {"gloo", "shm"}
 
 
-@pytest.mark.parametrize(("layout", "variant"), IN_PROCESSES[:1])
+@pytest.mark.parametrize(("layout", "variant"), [IN_PROCESSES])
 def test_one_step_of_processes_over_gloo_and_over_shared_memory_is_the_serial_step(
     layout: str, variant: dict[str, object]
 ) -> None:
@@ -332,23 +310,11 @@ def test_one_step_of_processes_over_gloo_and_over_shared_memory_is_the_serial_st
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("layout", "variant"), IN_PROCESSES[1:])
-def test_one_step_of_many_processes_over_gloo_and_over_shared_memory_is_the_serial_step(
-    layout: str, variant: dict[str, object]
-) -> None:
-    assert_same_steps_in_processes(settings(layout=layout, dtype="float64", **variant))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", [f"dp={dp},tp={tp},pp={pp}" for dp, tp, pp in ALL], ids=_name)
+@pytest.mark.parametrize(("layout", "variant"), _cases(ALL))
 def test_one_step_in_every_layout_is_the_serial_step(
     layout: str, variant: dict[str, object]
 ) -> None:
-    config = settings(layout=layout, dtype="float64", **variant)
-    if config.batch.global_batch % (config.parallel.mesh.dp * config.batch.microbatches):
-        pytest.skip("24 sequences cannot be shared out so; refused, see test_settings")
-    assert_same_steps(config)
+    assert_same_steps(settings(layout=layout, dtype="float64", **variant))
 
 
 @pytest.mark.long
@@ -431,8 +397,8 @@ def test_one_step_of_every_schedule_with_every_way_to_share_states_out_is_the_se
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("layout", "variant"), _cases(ALL))
-def test_one_float32_step_in_every_layout_is_the_serial_step(
+@pytest.mark.parametrize(("layout", "variant"), _cases(ALL)[::3])
+def test_one_float32_step_in_many_layouts_is_the_serial_step(
     layout: str, variant: dict[str, object]
 ) -> None:
     assert_same_steps(settings(layout=layout, dtype="float32", **variant))
@@ -465,8 +431,11 @@ def test_fifty_steps_in_a_layout_follow_the_serial_run() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize(("layout", "variant"), _cases(ALL))
+@pytest.mark.parametrize(
+    ("layout", "variant", "dtype"),
+    [(*case, "float64") for case in _cases(ALL)]
+    + [(*case, "float32") for case in _cases(ALL)[::3]],
+)
 def test_fifty_steps_in_every_layout_follow_the_serial_run(
     layout: str, variant: dict[str, object], dtype: str
 ) -> None:

@@ -68,18 +68,15 @@ def test_updates_in_a_layout_are_those_of_torch_on_the_plain_model(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(ORACLES))
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("layout", "changes"),
     LAYOUTS,
     ids=[f"{n}-{c[0].replace(',', '-')}" for n, c in enumerate(LAYOUTS)],
 )
 def test_updates_in_every_layout_are_those_of_torch_on_the_plain_model(
-    name: str, zero: int, layout: str, changes: dict[str, Any]
+    name: str, layout: str, changes: dict[str, Any]
 ) -> None:
-    if zero == 0 and "dp_shard" in layout:
-        pytest.skip("refused: nothing is sharded")
-    found = updates_in_layout(settings(optimizer=name, layout=layout, zero=zero, **changes))
+    found = updates_in_layout(settings(optimizer=name, layout=layout, zero=3, **changes))
 
     assert_same_updates(found, ORACLES[name])
 

@@ -241,6 +241,22 @@ def test_workers_get_exactly_the_settings_of_the_launcher(sequence_parallel: boo
             ["train", "--recompute", "budget:9MB", "--zero", "3", "--layout", "dp=2"],
             ["budget:9MB", "unit by unit", "--gather step works"],
         ),
+        (
+            [
+                "train",
+                "--gather",
+                "unit",
+                "--zero",
+                "3",
+                "--schedule",
+                "zb-v",
+                "--model",
+                "tiny-tied",
+                "--layout",
+                "dp=2",
+            ],
+            ["--gather unit", "zb-v", "tied embedding", "--gather step or action works"],
+        ),
         (["trane"], ["trane"]),
     ],
 )

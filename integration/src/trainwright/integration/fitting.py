@@ -45,6 +45,7 @@ def check_fits(shape: ModelShape, config: RunConfig) -> None:
     _check_pipeline(shape, mesh, config)
     batch.sizes(mesh.dp, mesh.pp)
     _check_sharding(mesh, config)
+    _check_tied_ends(shape, config)
     check_offload(config)
     _check_saving(config.saving)
     check_rates(config)
@@ -141,6 +142,25 @@ def _check_sharding(mesh: MeshShape, config: RunConfig) -> None:
         raise ConfigError(
             f"--live-units {parallel.live_units} has no effect where whole stages are gathered; "
             "--gather unit works"
+        )
+
+
+def _check_tied_ends(shape: ModelShape, config: RunConfig) -> None:
+    """Refuse hooks around units where both uses of one embedding are stages of one rank.
+
+    The parameters of these stages are one model, which is never called: hooks do not see when the
+    embedding is needed, and its passes through one stage and the other have two orders.
+    """
+    parallel = config.parallel
+    is_cut = parallel.zero == 3 and not gathers_stages(config) and parallel.num_stages > 1
+    if not (shape.tied and is_cut):
+        return
+    ranks = GENERATORS[parallel.schedule].make(parallel.mesh.pp, 1, parallel.chunks).rank_of_stage
+    if ranks[0] == ranks[-1]:
+        raise ConfigError(
+            f"--gather {parallel.gather}: with --schedule {parallel.schedule} and "
+            f"pp={parallel.mesh.pp} one rank has the first and the last stage, whose tied "
+            "embedding cannot be gathered unit by unit; --gather step or action works"
         )
 
 
