@@ -132,6 +132,7 @@ DOUBLING = b"\x80\x04)" + b"".join(b"\x940h%ch%c\x86" % (n, n) for n in range(20
         b"\x80\x04\x82\x01.",  # EXT1
         b"\x80\x04ccollections\nOrderedDict\n)R}X\x01\x00\x00\x00aNsb.",
         b"\x80\x04NN\x86R.",
+        b"\x80\x04c_codecs\nencode\n)\x85R.",  # to encode a tuple
         b"\x80\x04K\x01Q.",
         b"\x80\x04a.",
         b"\x80\x04u.",

@@ -47,7 +47,14 @@ def read_pickle(
     machine = Machine(data, admitted, source, persistent)
     try:
         return machine.run(TABLE)
-    except (LookupError, TypeError, ValueError, struct.error, OverflowError) as error:
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,  # of makers that are given other things than they expect
+        ValueError,
+        struct.error,
+        OverflowError,
+    ) as error:
         raise DamagedCheckpointError(
             f"{source} is damaged: byte {machine.at} of its pickle: {error!r:.200}"
         ) from error
