@@ -98,7 +98,7 @@ def faults(session: nox.Session) -> None:
 @nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
     """Give every reader of outside bytes 100,000 damaged inputs."""
-    long_tests(session, "fuzz", "tests")
+    long_tests(session, "fuzz", "tests", "-n", "2", "--dist", "worksteal")
 
 
 @nox.session(default=False)
