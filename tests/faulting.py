@@ -27,12 +27,13 @@ STEPS = 6
 SMALL = ["--sequence-length", "16", "--global-batch", "8", "--evaluate-sequences", "4"]
 SMALL += ["--sample-bytes", "0", "--dtype", "float64", "--steps", str(STEPS), "--save-every", "2"]
 LAYOUTS = {
+    "dp=2": ["--microbatches", "2", "--zero", "3"],
     "dp=2,tp=2": ["--microbatches", "2", "--zero", "1"],
     "dp=2,pp=2": ["--microbatches", "2", "--zero", "2", "--schedule", "1f1b"],
     "tp=2,pp=2": ["--microbatches", "4", "--schedule", "zb-h1", "--async-save"],
     "dp=2,tp=2,pp=2": ["--microbatches", "2", "--zero", "3", "--schedule", "1f1b"],
 }
-RANKS = {"dp=2,tp=2,pp=2": 8}
+RANKS = {"dp=2": 2, "dp=2,tp=2,pp=2": 8}
 """How many ranks a layout has, where not four."""
 
 TIMEOUT_S = 10.0
@@ -209,10 +210,11 @@ def run_apart(
     ends = server.ends(pids, 30)
     codes = {r: None if pid in left else ends[pid][0] for r, pid in enumerate(pids)}
     last = max((ends[pid][1] for pid in pids if pid not in left), default=time.monotonic())
-    return _ended(folder, codes, last)
+    return ended_of(folder, codes, last)
 
 
-def _ended(folder: Path, codes: Mapping[int, int | None], last: float) -> Ended:
+def ended_of(folder: Path, codes: Mapping[int, int | None], last: float) -> Ended:
+    """Return how ranks have ended, of which the last did so at a given time."""
     strikes = [float(path.read_text()) for path in folder.glob("struck-*")]
     counts = {rank: _read(folder / f"counts-{rank}") for rank in codes}
     return Ended(
@@ -248,7 +250,7 @@ def run_launched(
         last = time.monotonic()
         wait_until(lambda: running.members() == {}, 10)
         code = int(running.process.returncode)
-    return _ended(folder, dict.fromkeys(range(setting.size)), last), code, errors
+    return ended_of(folder, dict.fromkeys(range(setting.size)), last), code, errors
 
 
 @attrs.frozen
@@ -291,6 +293,13 @@ def back_to(folder: Path, step: int) -> None:
             for file in path.iterdir():
                 file.unlink()
             path.rmdir()
+
+
+def begin_or_resume(run: Path, book: Path) -> list[str]:
+    """Return how a run is begun, or goes on if it has begun."""
+    if (run / "config.json").exists():
+        return ["--resume", str(run)]
+    return ["--data", str(book), "--out", str(run)]
 
 
 def drawn(draw: random.Random, kind: str, moment: str, counts: Mapping[int, Any]) -> Fault:

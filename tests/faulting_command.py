@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -29,6 +30,8 @@ from trainwright.pipeline_schedules.execute.run import Run
 
 FAULT = "TRAINWRIGHT_TEST_FAULT"
 FOLDER = "TRAINWRIGHT_TEST_FAULT_FOLDER"
+LINK = "TRAINWRIGHT_TEST_LINK"
+"""The network interface that a fault takes down."""
 
 MOMENTS = ("start", "collective", "microbatch", "save", "load")
 WRITING = ("make_folder", "create", "rename", "sync_folder", "remove_folder", "write", "sync")
@@ -49,7 +52,8 @@ class Fault:
 
     Args:
         kind: ``kill``, ``stop``, ``raise``, ``exit``, ``full`` (of the disk), ``slow`` (once),
-            ``slowly`` (from then on) or ``clock`` (which jumps by ``seconds``).
+            ``clock`` (which jumps by ``seconds``) or ``cut`` (of the link, for ``seconds``; for
+            good if these are 0).
         moment: what is counted.
         rank: to whom it happens; it happens once, whatever starts again.
         count: at the so manieth of these moments.
@@ -75,8 +79,17 @@ class Fault:
         elif self.kind == "clock":
             now = time.time
             time.time = lambda: now() + self.seconds
+        elif self.kind == "cut":
+            self._cut(os.environ[LINK])
         else:
             time.sleep(self.seconds)
+
+    def _cut(self, link: str) -> None:
+        words = f"ip link set {link} down"
+        if self.seconds:
+            words += f"; sleep {self.seconds}; ip link set {link} up"
+        # What is to come later must not wait for this rank, nor end with it.
+        subprocess.Popen(["sh", "-c", words], start_new_session=True)
 
 
 @attrs.define(eq=False)
@@ -101,15 +114,9 @@ class Moments:
             self.counts[moment] += 1
             count = self.counts[moment]
         for number, fault in enumerate(self.faults):
-            if (fault.moment, fault.rank) == (moment, self.rank) and self._is_due(
-                number, fault, count
-            ):
+            is_here = (fault.moment, fault.rank, fault.count) == (moment, self.rank, count)
+            if is_here and self._is_first(number):
                 fault.strike()
-
-    def _is_due(self, number: int, fault: Fault, count: int) -> bool:
-        if fault.kind == "slowly" and count >= fault.count:
-            return True
-        return count == fault.count and self._is_first(number)
 
     def _is_first(self, number: int) -> bool:
         try:

@@ -44,7 +44,9 @@ def test_ranks_that_came_are_told_who_did_not() -> None:
 
 
 def test_a_rank_whose_first_rank_is_not_there_says_where_it_looked() -> None:
-    with pytest.raises(CollectiveTimeoutError, match=r"to meet 2 ranks at localhost:.* rank 0 must"):
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"to meet 2 ranks at localhost:.* rank 0 must"
+    ):
         meet(1, 2, 0.2)
 
 

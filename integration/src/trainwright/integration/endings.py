@@ -6,7 +6,10 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Collection, Iterator, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
@@ -22,6 +25,8 @@ from trainwright.stability_guards import GuardError, HaltError
 
 _DECISIONS = (CheckpointingError, GuardError, HaltError, LossScaleError, TrainwrightError)
 """Errors by which a run ends for reasons of its own: started again, it would end so again."""
+
+_LOOK_S = 0.3
 
 
 @attrs.frozen
@@ -85,6 +90,38 @@ def passing_on(numbers: Collection[signal.Signals]) -> Iterator[list[signal.Sign
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def waking(number: int) -> Iterator[None]:
+    """Wake those of so many processes that this one starts meanwhile once one of them has ended.
+
+    A process that is stopped hears of no signal but two until it is woken, so that what should end
+    it waits until the patience of whoever sent it is used up. One that runs does not notice.
+    """
+    is_over = threading.Event()
+
+    def watch() -> None:
+        children: list[BaseProcess] = []
+        while len(children) < number and not is_over.wait(_LOOK_S):
+            children = multiprocessing.active_children()
+        sentinels = {child.sentinel: child for child in children}
+        while sentinels and not is_over.is_set():
+            # To look at these, and not at the processes, leaves the exit codes to who waits.
+            ended = wait(list(sentinels), _LOOK_S)
+            for child in sentinels.values():
+                if ended and child.sentinel not in ended and child.pid:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child.pid, signal.SIGCONT)
+            is_over.wait(_LOOK_S)
+
+    thread = threading.Thread(target=watch, name="wake what is stopped", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _aftermath(failure: ProcessFailure) -> tuple[int, float]:

@@ -25,7 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainwright.collectives import Communicator, LocalWorld, TorchCommunicator
 from trainwright.collectives.shm import SharedMemoryCommunicator
-from trainwright.integration.endings import Ending, ending_of, passing_on
+from trainwright.integration.endings import Ending, ending_of, passing_on, waking
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.meeting import meet
 
@@ -203,7 +203,7 @@ def run_workers(
         start_method=_FORKING,
         signals_to_handle=",".join(each.name for each in _ENDING if each not in passed_on),
     )
-    with passing_on(passed_on) as passed:
+    with passing_on(passed_on) as passed, waking(size):
         try:
             elastic_launch(config, _work)(work, list(arguments))
         except ChildFailedError as error:

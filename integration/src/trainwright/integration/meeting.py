@@ -6,10 +6,15 @@ import os
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
-import torch.distributed as dist
+import torch.distributed as torch_distributed
 
 from trainwright.collectives import CollectiveTimeoutError
+
+# torch tells type checkers nothing of these.
+dist: Any = torch_distributed
+Store = Any
 
 _HERE = "trainwright/here"
 _SAID = "trainwright/said"
@@ -22,7 +27,7 @@ _GRACE_S = 5.0
 """A store that hangs, with the process that serves it, does not even say that it took too long."""
 
 
-def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+def meet(rank: int, world_size: int, timeout_s: float) -> Store:
     """Return the store of all ranks once they are there.
 
     Where and how is what torchrun's variables say, MASTER_ADDR and MASTER_PORT.
@@ -35,7 +40,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     Raises:
         CollectiveTimeoutError: not all came in time; the message names some that did not.
     """
-    found: list[dist.Store] = []
+    found: list[Store] = []
     errors: list[BaseException] = []
 
     def come() -> None:
@@ -56,7 +61,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     ) from (errors[0] if errors else None)
 
 
-def _come(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+def _come(rank: int, world_size: int, timeout_s: float) -> Store:
     store = _store(rank, timeout_s)
     store.set(f"{_HERE}/{rank}", "1")
     if store.add(_HERE, 1) == world_size:
@@ -71,17 +76,18 @@ def _come(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     return store
 
 
-def _give_up(store: dist.Store, rank: int, world_size: int, error: RuntimeError) -> str:
+def _give_up(store: Store, rank: int, world_size: int, error: RuntimeError) -> str:
     """Return who is missing, after telling those who wait on."""
     missing = _missing(store, world_size)
-    said = store.compare_set(_SAID, "", f"missing: {missing}" if missing else str(error)).decode()
+    mine = f"missing: {missing}" if missing else str(error)
+    said: str = store.compare_set(_SAID, "", mine).decode()
     if rank == 0:
         # The others read that in a store which ends with this process.
         time.sleep(_READING_S)
     return said
 
 
-def _store(rank: int, timeout_s: float) -> dist.Store:
+def _store(rank: int, timeout_s: float) -> Store:
     limit = timedelta(seconds=timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # Served by torchrun, anew for each start of the ranks.
@@ -101,7 +107,7 @@ def _store(rank: int, timeout_s: float) -> dist.Store:
         raise TimeoutError(f"{rule}, and {str(error)[:1].lower()}{str(error)[1:]}") from error
 
 
-def _missing(store: dist.Store, world_size: int) -> str:
+def _missing(store: Store, world_size: int) -> str:
     missing: list[str] = []
     for rank in range(world_size):
         if not store.check([f"{_HERE}/{rank}"]):
