@@ -206,6 +206,24 @@ def test_a_signal_leaves_no_process_behind_and_keeps_the_last_checkpoint(
     assert "Traceback" not in errors
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("later_s", [0.0, 0.5, 1.5])
+def test_a_terminals_ctrl_c_while_ranks_are_being_started_ends_all_in_a_line(
+    tmp_path: Path, book: Path, later_s: float
+) -> None:
+    run = tmp_path / "run"
+    arguments = ["--layout", "dp=2", "--steps", "100000", "--data", str(book), *SMALL]
+    with started([*arguments, "--out", str(run)]) as running:
+        wait_until(lambda: (run / "config.json").exists(), 120)
+        time.sleep(later_s)
+        os.killpg(running.process.pid, signal.SIGINT)
+        _, errors = running.process.communicate(timeout=60)
+        wait_until(lambda: running.members() == {}, 10)
+    assert running.process.returncode == 128 + signal.SIGINT
+    assert f"trainwright train --resume {run}" in errors
+    assert "Traceback" not in errors
+
+
 def _commands_of_the_readme() -> list[str]:
     text = (Path(__file__).parents[1] / "README.md").read_text()
     blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

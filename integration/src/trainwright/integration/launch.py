@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -225,11 +226,13 @@ def _prepare_forks(modules: list[str]) -> None:
     """
     multiprocessing.get_context(_FORKING).set_forkserver_preload(modules)
     if _FORKING == "forkserver":
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        multiprocessing.resource_tracker.ensure_running()  # which unblocks it
+        # Blocked, not ignored: one that comes meanwhile is not lost.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             multiprocessing.forkserver.ensure_running()
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_forks() -> None:
@@ -242,6 +245,9 @@ def _end_forks() -> None:
 
 
 def _work(work: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> None:
+    # Nothing is told of a Ctrl-C from here: the launcher does.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     code = work(arguments)
     if code:
         sys.exit(code)
