@@ -84,6 +84,32 @@ def test_a_test_that_is_red_without_a_fault_has_caught_none() -> None:
     }
 
 
+class SeesLater:
+    """Misses what a fault's own tests are to see, and finds it in suites."""
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+        self.asked: list[tuple[str, ...]] = []
+
+    def run(self, tests: Sequence[str], deadline_s: float) -> Outcome:
+        self.asked.append(tuple(tests))
+        return MISSED if len(self.asked) == 1 else CAUGHT
+
+
+def test_what_its_own_tests_miss_is_looked_for_by_the_suites(tmp_path: Path) -> None:
+    path = tmp_path / "packages" / "sums" / "src" / "sums.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(SOURCE)
+    fault = attrs.evolve(_fault("0"), file=str(path.relative_to(tmp_path)))
+    runner = SeesLater(tmp_path)
+
+    found = outcome_of(fault, runner, all_tests=True)
+
+    assert runner.asked == [("tests",), ("packages/sums/tests", "tests")]
+    assert (found.verdict, found.seconds) == (Verdict.CAUGHT_LATER, 5.0)
+    assert outcome_of(fault, SeesLater(tmp_path)).verdict is Verdict.MISSED
+
+
 @pytest.mark.parametrize(
     ("code", "failure", "verdict"),
     [
