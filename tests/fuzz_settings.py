@@ -71,9 +71,14 @@ def _toml(values: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_PARSER = parser()
+
+
 def _options(data: bytes) -> object:
     words = data.decode("utf-8", "surrogateescape").split("\n")
-    options, unknown = parser().parse_known_args(["train", *words])
+    if {"-h", "--help"} & set(words):
+        return None  # which prints it and ends
+    options, unknown = _PARSER.parse_known_args(["train", *words])
     config = RunConfig.of(**given_leaves(options))
     _ = config.parallel.mesh, config.model.shape, config.data.choice, config.sizes
     return config.leaves(), unknown
@@ -82,7 +87,7 @@ def _options(data: bytes) -> object:
 OPTIONS = [
     b"--layout\ndp=2\n--zero\n3\n--schedule\n1f1b\n--recompute\nbudget:300MB\n--lr\n1e-3",
     b"--layout=dp=8,dp_shard=4\n--data\na@1,b@2\n--packing\nwhole\n--tokenizer\nbpe:300",
-    b"--steps\n5\n--dtype\nfloat16\n--ramp-from\n16\n--offload-activations\ncpu\n--chunks\n2",
+    b"--steps\n5\n--dtype\nfloat16\n--offload-activations\ncpu\n--chunks\n2",
 ]
 DEEPSPEED = {
     "train_batch_size": 16,

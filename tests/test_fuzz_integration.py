@@ -10,7 +10,7 @@ from tests import fuzz_data, fuzz_settings
 from tests.fuzzing import PARTS, Reader, Summary, fuzz
 
 READERS = {**fuzz_data.READERS, **fuzz_settings.READERS}
-FEW = 60
+FEW = 30
 """Inputs a reader in the suite that runs by default."""
 
 

@@ -77,6 +77,8 @@ def test_lines_of_metrics_that_no_run_wrote_are_passed_over(tmp_path: Path) -> N
     assert losses[2] != losses[2]
     assert read_run(tmp_path).unreadable == {"metrics.jsonl": 6}
     assert "6 unreadable lines" in page(read_run(tmp_path))
+    (tmp_path / "summary.json").write_text('{"bigram_loss": 1e308, "trigram_loss": 5e-324}')
+    assert "6 unreadable lines" in page(read_run(tmp_path))
     folder.rewind(2)
     assert folder.losses() == ([1, 2], [2.0, 1.0])
 
@@ -201,6 +203,9 @@ def test_offsets_that_lead_out_of_a_table_are_not_followed(tmp_path: Path) -> No
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "x" * 5_000}]}))
     with pytest.raises(DataError, match="lacks the files"):
         prepare_data(DataChoice(data=str(folder)), tmp_path / "out")
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "/etc/passwd"}]}')
+    with pytest.raises(DataError, match="lists files of other folders, such as passwd"):
+        prepare_data(DataChoice(data=str(folder)), tmp_path / "out")
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +313,10 @@ def test_vocabularies_that_no_model_has_rows_for_are_refused(tmp_path: Path) -> 
     path.write_text(json.dumps(described))
     with pytest.raises(ConfigError, match="token of number 4294967294"):
         read_tokenizer(path)
+    described["model"]["vocab"]["hallo"] = 5
+    path.write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match="has two tokens of number 5"):
+        read_tokenizer(path)
     del described["model"]["vocab"]["hallo"]
     path.write_text(json.dumps(described))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
@@ -330,6 +339,13 @@ def test_texts_that_a_vocabulary_has_no_words_for_are_refused(tmp_path: Path) ->
 def test_a_configuration_of_a_model_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": ' + DEEP)
     with pytest.raises(ConfigError, match="nested too deep"):
+        read_config(tmp_path)
+    sizes = {"vocab_size": 6, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4}
+    sizes |= {"moe_intermediate_size": 4, "num_experts_per_tok": 2, "num_experts": 4}
+    values = {"model_type": "qwen3_moe", **sizes, "decoder_sparse_step": 0}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="modulo by zero"):
         read_config(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -72,7 +73,12 @@ class LearnedTokenizer:
             around = self._tokenizer.encode("").ids
         self.start = tuple(token for token in around if token != self.end)
         # Numbers may have gaps, which the model's table needs rows for.
-        self.vocabulary = 1 + max(*self._tokenizer.get_vocab().values(), *around)
+        numbers = list(self._tokenizer.get_vocab().values())
+        if len(set(numbers)) < len(numbers):
+            # Which of the two a number means would change from one start to the next.
+            twice = next(number for number, count in Counter(numbers).items() if count > 1)
+            raise ConfigError(f"{where} has two tokens of number {twice}; each needs its own")
+        self.vocabulary = 1 + max(*numbers, *around)
         if self.vocabulary > MOST_TOKENS:
             raise ConfigError(
                 f"{where} has a token of number {self.vocabulary - 1}; numbers below "

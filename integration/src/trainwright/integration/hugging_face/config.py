@@ -86,7 +86,10 @@ def understand(
         keys.refuse(f"model_type={kind!r} is not implemented; {', '.join(FAMILIES)} are")
     try:
         shape = FAMILIES[kind].read(keys)
-    except (ShardingError, TypeError) as error:
+    except ConfigError:
+        raise
+    except (ShardingError, TypeError, ValueError, ArithmeticError) as error:
+        # Such as a period of no layers.
         raise ConfigError(f"{source}: {error}") from error
     return FoundConfig(shape, kind, keys.finish(), dict(values))
 

@@ -10,7 +10,7 @@ from typing import Any
 from trainwright.integration.outside_files import number
 from trainwright.integration.report.chart import Chart, Curve, Mark
 from trainwright.integration.report.columns import Columns, Layer
-from trainwright.integration.report.reading import RunFacts, Series
+from trainwright.integration.report.reading import LARGEST, RunFacts, Series
 from trainwright.integration.report.scales import short
 
 MOST_MARKS = 150
@@ -22,7 +22,8 @@ def charts_of(facts: RunFacts) -> list[Chart]:
     """Return the charts by step; those without numbers draw nothing."""
     marks = marks_of(facts)
     columns = facts.columns
-    levels = [(name, number(facts.summary.get(f"{name}_loss"))) for name in ("bigram", "trigram")]
+    known = [(name, number(facts.summary.get(f"{name}_loss"))) for name in ("bigram", "trigram")]
+    levels = [(name, level) for name, level in known if 1 / LARGEST < level < LARGEST]
     losses = [Curve("training", columns["loss"]), Curve("held-out", facts.held_out, 2)]
     used = [Curve("MFU", _times(columns["mfu"], 100.0), 3)]
     return [

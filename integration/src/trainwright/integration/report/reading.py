@@ -18,7 +18,8 @@ COLUMNS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "mfu",
 """What a line of the metrics may hold of a step, besides its number."""
 
 
-_LARGEST = 1e100
+LARGEST = 1e100
+"""What is larger is not drawn."""
 
 
 @attrs.frozen(eq=False)
@@ -37,7 +38,7 @@ class Series:
     def finite(self) -> Series:
         """The same without what is not a number, or so large or small that it can't be drawn."""
         sizes = np.abs(self.values)
-        kept = (sizes < _LARGEST) & ((sizes > 1 / _LARGEST) | (sizes == 0))
+        kept = (sizes < LARGEST) & ((sizes > 1 / LARGEST) | (sizes == 0))
         return Series(self.steps[kept], self.values[kept])
 
     def __len__(self) -> int:

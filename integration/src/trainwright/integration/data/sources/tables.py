@@ -66,6 +66,11 @@ def saved_dataset(folder: Path, column: str, *, chat: bool = False) -> RowFiles:
         paths = [folder / entry["filename"] for entry in listed or ()]
     except (TypeError, KeyError) as error:
         raise DataError(f"{folder / 'state.json'} lists no files under _data_files") from error
+    leading = [path.name for path in paths if path.parent != folder]
+    if leading:
+        raise DataError(
+            f"{folder / 'state.json'} lists files of other folders, such as {leading[0]}"
+        )
     missing = [path.name for path in paths if not os.path.isfile(path)]
     if missing or not paths:
         raise DataError(f"{folder} lacks the files {missing} that its state.json lists")
