@@ -60,10 +60,17 @@ class Cover:
         self.impossible: list[Pair] = []
         self.open: set[Pair] = set()
 
-    def run(self) -> list[Row]:
-        """Return the rows; pairs that were given up are in `impossible`."""
+    def run(self, known: Iterable[Mapping[str, str]] = ()) -> list[Row]:
+        """Return the rows; pairs that were given up are in `impossible`.
+
+        Args:
+            known: rows to begin with, also of fewer or other factors; so that an array changes
+                little where its factors do. Those that are refused now are left out.
+        """
         left = list(all_pairs(self.factors))
         self.open = set(left)
+        for row in known:
+            self._keep(row)
         self.random.shuffle(left)
         for pair in left:
             if pair not in self.open:
@@ -80,6 +87,18 @@ class Cover:
         order = {pair: number for number, pair in enumerate(all_pairs(self.factors))}
         self.impossible.sort(key=order.__getitem__)
         return self.rows
+
+    def _keep(self, known: Mapping[str, str]) -> None:
+        """Take a known row over; factors that are new to it get what holds most open pairs."""
+        kept = {n: v for n, v in known.items() if v in self.factors.get(n, ())}
+        row = {name: kept.get(name, plain) for name, plain in self.plainest.items()}
+        if self.refuse(row) is not None:
+            return
+        for name in row.keys() - kept.keys():
+            others = [{**row, name: value} for value in self.factors[name]]
+            row = max((r for r in others if self.refuse(r) is None), key=self._gain)
+        self.open -= set(pairs_of(row))
+        self.rows.append(row)
 
     def completed(self, pair: Pair) -> Row | None:
         """Return a row with the pair that is not refused, near one that is known."""

@@ -40,6 +40,7 @@ def test_three_steps_of_a_row_are_the_serial_steps(row: Row) -> None:
     assert_is_serial(row, serial, weights, run)
 
 
+@pytest.mark.long
 def test_a_step_of_sixty_four_ranks_in_one_process_is_the_serial_step() -> None:
     row = {
         **PLAINEST,

@@ -90,8 +90,8 @@ def write_impossible(reasons: dict[Pair, str]) -> None:
     IMPOSSIBLE.write_text("\n".join(lines) + "\n")
 
 
-def made(seed: int = 0) -> tuple[list[Entry], dict[Pair, str]]:
-    """Search for an array of the factors as they are now."""
+def made(begin: Sequence[Row] = (), seed: int = 0) -> tuple[list[Entry], dict[Pair, str]]:
+    """Search for an array of the factors as they are now, beginning with some rows."""
     known: dict[tuple[str, ...], str | None] = {}
 
     def refuse(row: Row) -> str | None:
@@ -101,7 +101,7 @@ def made(seed: int = 0) -> tuple[list[Entry], dict[Pair, str]]:
         return known[key]
 
     cover = Cover(FACTORS, refuse, needed=NEEDED, seed=seed)
-    return marked(cover.run(), cover.impossible)
+    return marked(cover.run(begin), cover.impossible)
 
 
 def marked(found: Sequence[Row], impossible: Sequence[Pair]) -> tuple[list[Entry], dict[Pair, str]]:
@@ -152,8 +152,9 @@ def plain_rows() -> list[Row]:
 
 def _cost(row: Row) -> float:
     """Return about how long a row takes, in no unit."""
-    narrow = 2 if row["dtype"].startswith("fp8") else 1
-    return (2 + world_size(row)) * narrow * (2 if int(row["pp"]) > 2 else 1)
+    narrow = 3 if row["dtype"].startswith("fp8") else 1
+    planned = 2 if row["communicator"] in ("rings", "trees") else 1
+    return (4 + world_size(row)) * (2 + int(row["microbatches"])) * narrow * planned
 
 
 def _each_value_once(rows: Sequence[Row], most: int, cost: Callable[[Row], float]) -> list[Row]:

@@ -20,6 +20,9 @@ MOST_RANKS = 8
 SEQUENCES = 24
 """Of a global batch, as nearly as data ranks and microbatches share it out."""
 
+BUDGET = 3000
+"""Elements of a position that a stage may keep: more than the least, less than all."""
+
 Row = Mapping[str, str]
 """A value of each factor."""
 
@@ -44,7 +47,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "every-2",
         "sqrt",
         "selective",
-        "budget:300KB",
+        "budget",
         "none+cpu",
         "full+cpu",
         "none+bf16",
@@ -88,6 +91,8 @@ def config_of(row: Row) -> RunConfig:
     family = FAMILIES[row["family"]]
     shared = int(row["dp"]) * int(row["microbatches"])
     recompute, _, kept = row["recompute"].partition("+")
+    if recompute == "budget":
+        recompute = f"budget:{_budget(row, max(1, SEQUENCES // shared))}B"
     scaled: dict[str, object] = {"initial_scale": 2.0**10} if row["dtype"] == "float16" else {}
     return settings(
         layout=layout_of(row),
@@ -108,6 +113,13 @@ def config_of(row: Row) -> RunConfig:
         optimizer=row["optimizer"],
         **scaled,
     )
+
+
+def _budget(row: Row, sequences: int) -> int:
+    """Return bytes of a stage and microbatch."""
+    positions = sequences * (17 // int(row["cp"]) + 1)
+    size = {"float64": 8, "float32": 4}.get(row["dtype"], 2)
+    return BUDGET * size * positions
 
 
 def shape_of(row: Row, config: RunConfig) -> ModelShape:
