@@ -13,6 +13,7 @@ from tools.mutants.faults_of_experts import FAULTS_OF_EXPERTS
 from tools.mutants.faults_of_float8 import FAULTS_OF_FLOAT8
 from tools.mutants.faults_of_guards import FAULTS_OF_GUARDS
 from tools.mutants.faults_of_number_formats import FAULTS_OF_NUMBER_FORMATS
+from tools.mutants.faults_of_offload import FAULTS_OF_OFFLOAD
 from tools.mutants.faults_of_optimizers import FAULTS_OF_OPTIMIZERS
 from tools.mutants.faults_of_pipelines import FAULTS_OF_PIPELINES
 from tools.mutants.faults_of_precision import FAULTS_OF_PRECISION
@@ -34,6 +35,7 @@ KINDS = {
     "precision": (*FAULTS_OF_PRECISION, *FAULTS_OF_NUMBER_FORMATS),
     "FP8": FAULTS_OF_FLOAT8,
     "checkpointing": FAULTS_OF_CHECKPOINTS,
+    "offload": FAULTS_OF_OFFLOAD,
     "optimizers": FAULTS_OF_OPTIMIZERS,
     "guards": (*FAULTS_OF_GUARDS, *FAULTS_OF_VERDICTS),
     "data and models": FAULTS_OF_DATA,

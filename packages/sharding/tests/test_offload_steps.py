@@ -447,3 +447,22 @@ def test_what_is_in_a_file_takes_no_memory(tmp_path: Path) -> None:
         assert store.holds(piece.parameter)
         assert store.holds(optimizer.state[piece.parameter]["exp_avg"])
     assert not any(store.holds(parameter) for parameter in parallel.module.parameters())
+
+
+@pytest.mark.parametrize(
+    "slow", [{"link_bytes_s": 2e6}, {"file_bytes_s": 2e7}], ids=["link", "file"]
+)
+def test_what_is_on_a_slow_way_is_not_overwritten(slow: dict[str, float], tmp_path: Path) -> None:
+    found = []
+    for offload in (offload_to_folder(tmp_path, **slow), None):
+        parallel = shared_out(offload, 2)
+        optimizer = adamw(parallel)
+        stepping: Any = optimizer
+        if offload is not None:
+            stepping = offloaded_step(optimizer, [parallel], offload)
+        train(parallel, stepping, 3)
+        moments = [optimizer.state[p.parameter]["exp_avg"] for p in parallel.pieces.values()]
+        kept = [piece.parameter for piece in parallel.pieces.values()]
+        found.append([t.detach().clone() for t in (*parallel.module.parameters(), *kept, *moments)])
+
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
