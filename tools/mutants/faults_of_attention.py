@@ -6,7 +6,6 @@ from tools.mutants.faults import Fault
 from tools.mutants.faults_of_context_and_experts import CONTEXT
 
 TESTS = "packages/sharding/tests"
-ATTEND = (f"{TESTS}/test_context_attend.py", "-k", "what_the_mask_does")
 RING = (f"{TESTS}/test_context_ring.py", "-k", "test_ring_attention_is")
 PLAN = (f"{TESTS}/test_context_ring.py", "-k", "each_pair_is_computed_once")
 LAYOUT = (f"{TESTS}/test_context_layout.py", "-k")
@@ -38,14 +37,14 @@ FAULTS_OF_ATTENTION = (
         f"{CONTEXT}/merging.py",
         "torch.sigmoid(lse - so_far)",
         "torch.sigmoid(so_far - lse)",
-        ATTEND,
+        RING,
     ),
     Fault(
         "the log-sum-exp of blocks is the largest of theirs",
         f"{CONTEXT}/merging.py",
         "            torch.logaddexp(so_far, lse, out=so_far)",
         "            torch.maximum(so_far, lse, out=so_far)",
-        ATTEND,
+        RING,
     ),
     Fault(
         "queries keep the gradient of the last block alone",
