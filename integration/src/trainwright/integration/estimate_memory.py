@@ -43,6 +43,7 @@ def memory_of_rank(
     kind: str = "cuda",
     reserve: float = 0.0,
     live_reductions: int = LIVE_REDUCTIONS,
+    schedule: Schedule | None = None,
 ) -> RankMemory:
     """Return what a rank holds at the worst moment of a step.
 
@@ -54,8 +55,9 @@ def memory_of_rank(
         reserve: share of everything else that fragmentation is given.
         live_reductions: units whose gradients are whole at once where they are reduced while the
             backward goes on.
+        schedule: of a step, the same for all ranks; None makes it.
     """
-    schedule = make_schedule(config)
+    schedule = schedule or make_schedule(config)
     places = config.parallel.mesh.places(rank)
     states = states_of_rank(config, shape, schedule, rank)
     numbers = list(states.slices)

@@ -69,7 +69,8 @@ def loaded_ranks(
 ) -> list[Loaded]:
     """Return the fullest rank at each place of the pipeline.
 
-    Data ranks hold equal shares, the first ones without padding; tensor ranks uneven ones.
+    Data ranks hold equal shares, the first ones without padding. So do tensor ranks, unless they
+    do not divide the heads; of everything else the first has one row more.
 
     Args:
         config: the settings.
@@ -84,11 +85,14 @@ def loaded_ranks(
     check_estimated(config)
     layout, schedule = config.parallel.mesh, make_schedule(config)
     blocks = config.parallel.layers_of_stages(shape.layers)
+    shared = shape.kv_heads % layout.tp and layout.tp % shape.kv_heads
+    uneven = shape.heads % layout.tp or shared
     found = []
     for place in range(layout.pp):
-        ranks = [layout.rank(pp=place, tp=each) for each in range(layout.tp)]
+        ranks = [layout.rank(pp=place, tp=each) for each in range(layout.tp if uneven else 1)]
         held = {
-            rank: memory_of_rank(config, shape, rank, kind=kind, reserve=reserve) for rank in ranks
+            rank: memory_of_rank(config, shape, rank, kind=kind, reserve=reserve, schedule=schedule)
+            for rank in ranks
         }
         most = max(ranks, key=lambda rank: held[rank].total)
         own = tuple(blocks[number] for number in schedule.stages_of(place))
