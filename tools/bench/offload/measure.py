@@ -89,7 +89,7 @@ def make_run(sizes: Sizes, offload: Offload | None) -> Run:
     policy = ShardPolicy(
         stage=2,
         units=by_class(nn.Linear),
-        bucket_bytes=4 * sizes.width**2,
+        bucket_bytes=6 * sizes.width**2,
         reduce_dtype=torch.bfloat16,
         parameter_dtype=lambda name, parameter: torch.bfloat16,
     )

@@ -68,6 +68,7 @@ class UnitStates:
         self.groups = sorted(groups.items(), key=lambda item: item[0])
         self.num_bytes = at
         self.slot: Slot | None = None
+        self._start: int | None = None
 
     @property
     def has_gradients(self) -> bool:
@@ -83,6 +84,7 @@ class UnitStates:
         """Have a place for all of them, once."""
         if self.slot is None and self.num_bytes:
             self.slot = store.allocate(self.num_bytes, torch.uint8, torch.device("cpu"))
+            self._start = self.slot.tensor.data_ptr()
 
     def present(self) -> Iterator[tuple[Part, torch.Tensor]]:
         """Yield the states that there are, as the optimizer has them now."""
@@ -140,4 +142,4 @@ class UnitStates:
                 value.data = kept
 
     def _is_kept(self, part: Part, value: torch.Tensor) -> bool:
-        return self.slot is not None and value.data_ptr() == part.of(self.slot.tensor).data_ptr()
+        return self._start is not None and value.data_ptr() == self._start + part.start
