@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from trainwright.checkpointing.testing.files import CrashingFiles
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.live_state import LiveState
 from trainwright.integration.optimizers import held
 from trainwright.integration.parts import Parts, assemble
 from trainwright.integration.recipe import StepRecord, train
@@ -188,6 +190,31 @@ def test_the_step_after_a_resume_in_another_layout_and_mode_is_the_serial_step(
     ranks = LocalWorld(4, timeout_s=60.0).run(go_on)
 
     assert_same_step(resumed, join_steps(ranks)[0], snapshot, expected)
+
+
+@pytest.mark.parametrize("to_file", [False, True], ids=["host", "file"])
+def test_going_back_restores_offloaded_states(to_file: bool, tmp_path: Path) -> None:
+    mode = f"nvme:{tmp_path}" if to_file else "parameters"
+    config = RunConfig.of(**{**SHORT, "layout": "dp=2", "zero": 3, "offload": mode})
+
+    def work(world: Communicator) -> list[Kept]:
+        parts = assemble(config, world, text(), SHAPE)
+        progress = parts.start()
+        live = LiveState(parts, progress)
+        seen: list[Kept] = []
+        for steps in (1, 2, 4):
+            train(attrs.evolve(parts, config=config.evolve(steps=steps)), progress)
+            parts.model.release()
+            seen.append(kept(parts))
+            parts.model.release()
+            if steps == 2:
+                taken = copy.deepcopy(live.state_dict())
+        live.load_state_dict(taken)
+        return [*seen, kept(parts)]
+
+    for _, before, after, restored in LocalWorld(2, timeout_s=60.0).run(work):
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+        assert all(torch.equal(before[name], restored[name]) for name in before)
 
 
 @pytest.mark.parametrize(
