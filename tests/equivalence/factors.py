@@ -14,7 +14,13 @@ from trainwright.integration.errors import ConfigError
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.model import ModelShape
 from trainwright.integration.optimizers import OPTIMIZERS
-from trainwright.integration.settings.parallel import CONTEXTS, GATHERS, REDUCTIONS, SCHEDULES
+from trainwright.integration.settings.parallel import (
+    CONTEXTS,
+    GATHERS,
+    OFFLOADS,
+    REDUCTIONS,
+    SCHEDULES,
+)
 
 MOST_RANKS = 8
 SEQUENCES = 24
@@ -57,6 +63,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "microbatches": ("1", "2", "3", "4"),
     "family": tuple(FAMILIES),
     "optimizer": tuple(OPTIMIZERS),
+    "offload": (*OFFLOADS, "nvme"),
 }
 """The first value of each is the plainest."""
 
@@ -111,6 +118,7 @@ def config_of(row: Row) -> RunConfig:
         microbatches=int(row["microbatches"]),
         global_batch=shared * max(1, SEQUENCES // shared),
         optimizer=row["optimizer"],
+        offload="nvme:/tmp" if row["offload"] == "nvme" else row["offload"],
         **scaled,
     )
 
