@@ -402,6 +402,8 @@ DRAWN: dict[str, st.SearchStrategy[Any]] = {
 
 @settings(max_examples=40)
 @given(st.fixed_dictionaries({}, optional=DRAWN), st.sampled_from([".json", ".yaml"]))
+@example({"clip": 2.0**63}, ".json")
+@example({"guards": "\U00010000"}, ".yaml")
 @example({"data": "none", "lr": 5e-324, "clip": -0.0}, ".json")
 @example({"data": "--steps", "text_field": "yes", "guards": "1e3"}, ".yaml")
 def test_settings_say_the_same_printed_on_the_command_line_and_in_a_file(

@@ -21,11 +21,11 @@ def positive(_: Any, field: attrs.Attribute[Any], value: float) -> None:
 
 
 def not_negative(_: Any, field: attrs.Attribute[Any], value: float) -> None:
-    """Refuse what is negative or too large for a 64-bit whole number."""
-    if not 0 <= value < 2**63:
-        raise ConfigError(
-            f"{option(field.name)} must not be negative, and below 2**63; got {value}"
-        )
+    """Refuse what is negative, not finite, or too large for a 64-bit whole number."""
+    if isinstance(value, int) and value >= 2**63:
+        raise ConfigError(f"{option(field.name)} must be below 2**63, got {value}")
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{option(field.name)} must be finite and not negative, got {value}")
 
 
 def share(_: Any, field: attrs.Attribute[Any], value: float) -> None:

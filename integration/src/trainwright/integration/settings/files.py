@@ -76,6 +76,13 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         self.depth -= 1
         return node
 
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        """Return a text of whole letters: JSON writes those of high planes as two escapes."""
+        found = super().construct_scalar(node)
+        if not isinstance(found, str):
+            return found
+        return found.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
