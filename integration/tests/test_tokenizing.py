@@ -21,6 +21,7 @@ from trainwright.integration.data import (
     known_vocabulary,
     labels_of,
     open_data,
+    preparation,
     prepare_data,
     read_corpus,
 )
@@ -421,3 +422,20 @@ def test_threads_read_rows_of_mapped_tokens_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(60)
     assert found == [right, right]
+
+
+def test_a_file_that_changes_while_it_is_tokenised_looks_new_to_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = DataChoice(data=str(_text_folder(tmp_path / "texts")))
+    tokenise = preparation._prepare
+
+    def tokenise_and_change(*arguments: Any) -> Any:
+        made = tokenise(*arguments)
+        (tmp_path / "texts" / "000.txt").write_text("something else, and longer than before\n")
+        return made
+
+    monkeypatch.setattr(preparation, "_prepare", tokenise_and_change)
+    prepare_data(choice, tmp_path / "out")
+
+    assert left_there(choice, tmp_path / "out") is None

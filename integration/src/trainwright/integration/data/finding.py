@@ -101,23 +101,32 @@ def key_of(choice: DataChoice, sources: list[Found]) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
-def glimpse(choice: DataChoice, sources: list[Found], folder: Path) -> str:
-    """Return what changes where the sources do, or the tokens made of them, without reading them.
+def sources_glimpsed(choice: DataChoice, sources: list[Found]) -> list[Any]:
+    """Return what changes where the choice or its sources do, without reading these.
 
     See `glimpse_of` for what is not noticed.
 
     Args:
         choice: what was chosen.
         sources: as `find_sources` found them.
-        folder: where the tokens are.
     """
     described = _described(choice)
     for found in sources:
         described.append([found.kind, found.role, str(found.path.weight), *_glimpsed(found)])
+    return described
+
+
+def glimpse(seen: list[Any], folder: Path) -> str:
+    """Return what changes where the sources do, or the tokens made of them, without reading them.
+
+    Args:
+        seen: what `sources_glimpsed` returned.
+        folder: where the tokens are.
+    """
     # Tables of rows are made of the rest, for the lengths that somebody asks for.
     made = (GLIMPSE, ".rows-")
     kept = sorted(path for path in folder.iterdir() if not any(m in path.name for m in made))
-    described.append(glimpse_of(kept, folder))
+    described = [*seen, glimpse_of(kept, folder)]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 

@@ -13,7 +13,14 @@ from trainwright.integration.aside import write_aside
 from trainwright.integration.data.choice import DataChoice, format_of
 from trainwright.integration.data.dataset import Dataset
 from trainwright.integration.data.encoding import encoded
-from trainwright.integration.data.finding import GLIMPSE, Found, find_sources, glimpse, key_of
+from trainwright.integration.data.finding import (
+    GLIMPSE,
+    Found,
+    find_sources,
+    glimpse,
+    key_of,
+    sources_glimpsed,
+)
 from trainwright.integration.data.headless import headless_entry
 from trainwright.integration.data.learned import (
     FILE,
@@ -71,8 +78,10 @@ def prepare_data(choice: DataChoice, folder: Path) -> Dataset:
     """
     try:
         sources = find_sources(choice)
+        # Looked at before they are read: what changes meanwhile looks new to the next start.
+        seen = sources_glimpsed(choice, sources)
         data = _prepare(choice, sources, key_of(choice, sources), folder)
-        write_aside(folder / GLIMPSE, glimpse(choice, sources, folder))
+        write_aside(folder / GLIMPSE, glimpse(seen, folder))
         return data
     except OSError as error:
         raise DataError(f"cannot read the data: {error}") from error
@@ -91,7 +100,7 @@ def left_there(choice: DataChoice, folder: Path) -> Dataset | None:
         return None
     try:
         sources = find_sources(choice)
-        seen = glimpse(choice, sources, folder)
+        seen = glimpse(sources_glimpsed(choice, sources), folder)
         looks_as_before = _read_glimpse(folder) == seen
         key = None if looks_as_before else key_of(choice, sources)
     except OSError as error:
