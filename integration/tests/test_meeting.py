@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -54,3 +55,18 @@ def test_only_some_of_many_that_are_missing_are_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(meeting, "_READING_S", 0.0)
     with pytest.raises(CollectiveTimeoutError, match=r"rank 8, perhaps more$"):
         meet(0, 16384, 0.2)
+
+
+def test_connecting_takes_of_the_time_in_which_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = meeting._store
+
+    def connect_slowly(rank: int, timeout_s: float) -> meeting.Store:
+        store = connect(rank, timeout_s)
+        time.sleep(timeout_s)
+        return store
+
+    monkeypatch.setattr(meeting, "_store", connect_slowly)
+    monkeypatch.setattr(meeting, "_READING_S", 0.0)
+    monkeypatch.setattr(meeting, "_GRACE_S", 0.8)
+    with pytest.raises(CollectiveTimeoutError, match=r"missing: rank 1$"):
+        meet(0, 2, 1.0)

@@ -23,6 +23,7 @@ _NAMED = 8
 """So many of those that are missing are looked for; each costs a question to the store."""
 
 _READING_S = 1.0
+_LEAST_S = 0.01
 _GRACE_S = 5.0
 """A store that hangs, with the process that serves it, does not even say that it took too long."""
 
@@ -62,12 +63,15 @@ def meet(rank: int, world_size: int, timeout_s: float) -> Store:
 
 
 def _come(rank: int, world_size: int, timeout_s: float) -> Store:
+    # Connecting takes of the same time, so that who is missing is still said within it.
+    end = time.monotonic() + timeout_s
     store = _store(rank, timeout_s)
     store.set(f"{_HERE}/{rank}", "1")
     if store.add(_HERE, 1) == world_size:
         store.compare_set(_SAID, "", _ALL)
     try:
-        store.wait([_SAID], timedelta(seconds=timeout_s))
+        left = max(end - time.monotonic(), _LEAST_S)
+        store.wait([_SAID], timedelta(seconds=left))
         said = store.get(_SAID).decode()
     except RuntimeError as error:
         said = _give_up(store, rank, world_size, error)
