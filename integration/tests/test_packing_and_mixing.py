@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -102,6 +103,11 @@ def test_where_rows_of_documents_begin_is_listed_once_in_a_file_that_all_map(
         assert right.documents is not None
         assert found.documents is not None
         assert right.documents.tolist() == found.documents.tolist()
+    # One that is cut off is not taken, nor an empty one.
+    for rows in (in_memory.num_sequences - 1, 0):
+        os.truncate(tmp_path / "0.train.rows-8", 8 * rows)
+        cut = WholeDocuments(tokens, ends, 8, beside=tmp_path / "0.train")
+        assert cut.num_sequences == in_memory.num_sequences
     # One of other documents is not taken, nor a folder needed to which nobody may write.
     np.array([5, 9]).tofile(tmp_path / "0.train.rows-8")
     nowhere = tmp_path / "missing" / "0.train"

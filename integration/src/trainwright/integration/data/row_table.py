@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from array import array
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def row_starts(ends: np.ndarray, sequence_length: int, beside: Path | None = Non
     try:
         if not path.is_file():
             _write(path, _blocks(ends, sequence_length))
-        return _mapped(path, int(ends[-1]) if len(ends) else 0)
+        return _mapped(path, ends, sequence_length)
     except (OSError, ValueError):
         # A folder that nobody may write to, or a table of something else.
         return _joined(_blocks(ends, sequence_length))
@@ -72,15 +73,20 @@ def _write(path: Path, blocks: Iterator[bytes]) -> None:
     try:
         with aside.open("wb") as file:
             file.writelines(blocks)
+            file.flush()
+            os.fsync(file.fileno())
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
 
 
-def _mapped(path: Path, total: int) -> np.ndarray:
-    if not path.stat().st_size:
+def _mapped(path: Path, ends: np.ndarray, sequence_length: int) -> np.ndarray:
+    total = int(ends[-1]) if len(ends) else 0
+    if total == 0:
         return np.empty(0, np.int64)
+    # An empty file cannot be mapped: a ValueError, like the one below.
     starts = np.memmap(path, dtype=np.int64, mode="r")
-    if starts[0] != 0 or not 0 <= int(starts[-1]) < total:
-        raise ValueError(f"{path} is a table of other documents")
+    last = int(starts[-1])
+    if starts[0] != 0 or not 0 <= last < total or _row(ends, last, sequence_length)[1] < total:
+        raise ValueError(f"{path} is a table of other documents, or cut off")
     return starts
