@@ -90,6 +90,8 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
             num_verdicts=parts.stop.num_levels,
         )
         report = parts.stop.read(progress.step, totals, scale, parts.signals.heard())
+        # Read where the host has waited anyway: later it would wait for the update too.
+        spans = batch.spans()
         parts.scaler.unscale_(parts.optimizer, non_finite=totals.non_finite)
         verdict = recovery.judge(report, progress.updates)
         lr = _OUTCOMES[verdict](parts, progress, totals)
@@ -106,7 +108,7 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
             verdict=verdict,
             microbatches=batch.microbatches,
             end=progress.end(parts.steps),
-            spans=batch.spans(),
+            spans=spans,
             pipeline=result,
         )
         for observe in observers:
