@@ -17,6 +17,7 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.fitting import check_fits
 from trainwright.integration.guarding import read_guards
+from trainwright.integration.hugging_face.config import write_config
 from trainwright.integration.launch import ProcessPlace, place_in_environment
 from trainwright.integration.model import (
     ExpertShape,
@@ -321,6 +322,25 @@ def test_a_resumed_run_keeps_what_its_position_in_the_data_means(
     options = parser().parse_args(["train", "--resume", str(tmp_path), option, value])
     with pytest.raises(ConfigError, match="position in the data"):
         settle(options)
+
+
+@pytest.mark.parametrize("option", ["--model", "--model-config"])
+def test_a_resumed_run_refuses_the_folder_of_another_model(tmp_path: Path, option: str) -> None:
+    run, same, other = (tmp_path / name for name in ("run", "same", "other"))
+    for folder, layers in ((run / "model", 2), (same, 2), (other, 3)):
+        shape = ModelShape(width=16, layers=layers, heads=4, kv_heads=2, mlp_width=24)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(write_config(shape, torch.float32)))
+    RunConfig.of(model=str(same)).save(run / "config.json")
+    resume = ["train", "--resume", str(run)]
+
+    with pytest.raises(ConfigError, match="another model than that of the run"):
+        settle(parser().parse_args([*resume, option, str(other)]))
+    with pytest.raises(ConfigError, match="another model than that of the run"):
+        settle(parser().parse_args([*resume, "--model", "small"]))
+
+    config, _, _ = settle(parser().parse_args([*resume, option, str(same)]))
+    assert config.model.shape.layers == 2
 
 
 def test_a_resumed_run_keeps_its_optimizer(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from trainwright.integration.config import SCALED, RunConfig
 from trainwright.integration.data.learned import FILE as TOKENIZER
 from trainwright.integration.deepspeed import read_deepspeed
@@ -64,10 +66,7 @@ def settle(
         raise ConfigError(f"--out {out} contradicts --resume {resume}; a resumed run stays there")
     stored = RunFolder(Path(resume)).config()
     check_continuable(stored, given)
-    if given.get("model") in PRESETS:
-        # What the run has kept says what another model was.
-        given = {"model_config": None, **given}
-    config = stored.evolve(**given)
+    config = stored.evolve(**_unkept(stored, given))
     if (line := stretched(stored, config)) is not None:
         tell(line)
     return config, resume, True
@@ -104,6 +103,7 @@ def check_continuable(stored: RunConfig, given: Mapping[str, Any]) -> None:
                 f"{option(name)} {given[name]} differs from the run's {before[name]}; the position "
                 "in the data would mean another place"
             )
+    _check_same_model(stored, given)
     _check_same_scaling(stored.dtype, given.get("dtype", stored.dtype))
     _check_same_optimizer(before["optimizer"], given.get("optimizer", before["optimizer"]))
 
@@ -162,6 +162,29 @@ def _reading_its_tokens(config: RunConfig) -> RunConfig:
     if config.model.model in PRESETS or config.data.tokenizer is not None:
         return config
     return config.evolve(tokenizer=str(folder)) if os.path.isfile(folder / TOKENIZER) else config
+
+
+def _unkept(stored: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is asked for; what a run has kept of its model says nothing of another one."""
+    model = given.get("model", stored.model.model)
+    is_same = model == stored.model.model or (
+        model not in PRESETS and str(Path(model).resolve()) == stored.model.model
+    )
+    return dict(given) if is_same else {"model_config": None, **given}
+
+
+def _check_same_model(stored: RunConfig, given: Mapping[str, Any]) -> None:
+    wanted = _unkept(stored, given)
+    changes = {name: wanted[name] for name in ("model", "model_config") if name in wanted}
+    if not changes:
+        return
+    model = attrs.evolve(stored.model, **changes)
+    if model != stored.model and model.shape != stored.model.shape:
+        raise ConfigError(
+            f"{model.model_config or model.model} is another model than that of the run, "
+            f"{stored.model.model}, whose checkpoints it cannot go on from; leave --model and "
+            "--model-config out, or begin a run of its own"
+        )
 
 
 def _check_same_scaling(stored: str, wanted: str) -> None:
