@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.config import RunConfig
-from trainwright.integration.endings import Ending, ending_of
+from trainwright.integration.endings import Ending, ending_of, waking
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.restarting import RESTARTS, StartOptions, fitted, run_with_restarts
 from trainwright.integration.stopping import (
@@ -92,7 +93,7 @@ def test_a_signal_asks_once_and_then_does_what_it_did_before() -> None:
         (1, "PeerFailedError: rank 3 has gone", 1, 1),
         (1, "HaltError: too many steps were skipped", 1, 0),
         (1, "SaveFailedError: no space left on rank 0", 1, 0),
-        (2, None, 1, 0),
+        (2, None, 2, 0),
         (STOPPED, None, STOPPED, 0),
     ],
 )
@@ -109,6 +110,23 @@ def test_only_ranks_that_were_lost_are_worth_another_start(
 
     assert (ending.code, ending.lost) == (code, lost)
     assert bool(ending.reason) == (code != STOPPED)
+
+
+def test_stopped_ranks_are_woken_once_one_has_ended_before_all_had_begun() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    stopped = spawn.Process(target=signal.raise_signal, args=(signal.SIGSTOP,))
+    brief = spawn.Process(target=time.sleep, args=(1.0,))
+    try:
+        with waking(3):
+            stopped.start()
+            brief.start()
+            stopped.join(60.0)
+
+        assert stopped.exitcode == 0
+    finally:
+        for process in (stopped, brief):
+            process.kill()
+            process.join()
 
 
 def test_ranks_that_are_left_go_on_until_restarts_or_layouts_are_used_up(tmp_path: Path) -> None:

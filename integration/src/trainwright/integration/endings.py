@@ -57,7 +57,8 @@ def ending_of(error: ChildFailedError, passed: Sequence[signal.Signals] = ()) ->
     if passed and failure.exitcode == -passed[0]:
         return Ending(128 + passed[0], f"stopped by {passed[0].name} before it could be saved")
     decided = failure.exitcode == 2 or _message(failure).partition(":")[0] in _names(_DECISIONS)
-    return Ending(1, describe_failure(error), lost=0 if passed or decided else 1)
+    code = 2 if failure.exitcode == 2 else 1  # the first says: what was given cannot be used
+    return Ending(code, describe_failure(error), lost=0 if passed or decided else 1)
 
 
 def describe_failure(error: ChildFailedError) -> str:
@@ -102,10 +103,12 @@ def waking(number: int) -> Iterator[None]:
     is_over = threading.Event()
 
     def watch() -> None:
-        children: list[BaseProcess] = []
-        while len(children) < number and not is_over.wait(_LOOK_S):
-            children = multiprocessing.active_children()
-        sentinels = {child.sentinel: child for child in children}
+        sentinels: dict[int, BaseProcess] = {}
+        has_ended = False
+        # Where one ends before all are there, those that were seen are all that will be.
+        while len(sentinels) < number and not has_ended and not is_over.wait(_LOOK_S):
+            sentinels |= {child.sentinel: child for child in multiprocessing.active_children()}
+            has_ended = bool(wait(list(sentinels), 0))
         while sentinels and not is_over.is_set():
             # To look at these, and not at the processes, leaves the exit codes to who waits.
             ended = wait(list(sentinels), _LOOK_S)
