@@ -212,6 +212,14 @@ def test_of_conversations_answers_and_their_ends_are_learnt_and_nothing_else(lea
     assert tokens[-1] == tokenizer.end
 
 
+def test_conversations_are_not_spelt_out_in_a_vocabulary_without_their_marks(
+    tmp_path: Path,
+) -> None:
+    _vocabulary(["</s>", "<|im_start|>"]).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"no token <\|im_end\|>.*templates are not available"):
+        list(encoded([(False, TALK)], read_tokenizer(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("messages", "word"),
     [

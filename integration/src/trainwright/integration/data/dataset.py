@@ -19,6 +19,7 @@ from trainwright.integration.data.reader import Rows, spread
 from trainwright.integration.data.tokenizer import ByteTokenizer, Tokenizer
 from trainwright.integration.data.tokens import Tokens
 from trainwright.integration.errors import DataError
+from trainwright.integration.values import counted
 
 
 class Data(Protocol):
@@ -105,9 +106,11 @@ class Dataset:
         unit = "bytes" if isinstance(self.tokenizer, ByteTokenizer) else "tokens"
         train, held_out = (sum(map(len, part)) for part in (self.train, self.held_out))
         left_out = f", {len(self.skipped)} binary files left out" if self.skipped else ""
+        # Files are held out whole, so that of few ones it may be far from the share asked for.
+        share = held_out / max(1, train + held_out)
         return (
-            f"{self.source}: {self.files} files, {train:,} {unit} to train on, "
-            f"{held_out:,} held out{left_out}"
+            f"{self.source}: {counted(self.files, 'file')}, {train:,} {unit} to train on, "
+            f"{held_out:,} held out ({share:.1%}){left_out}"
         )
 
     def samples(self, sequence_length: int, seed: int) -> Samples:

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainwright.integration.data.learned import TURN
 from trainwright.integration.data.sources.record import Conversation, Document, Record
-from trainwright.integration.data.tokenizer import Tokenizer
+from trainwright.integration.data.tokenizer import ByteTokenizer, Tokenizer
 from trainwright.integration.errors import DataError
 
 BATCH_BYTES = 1 << 22
@@ -89,7 +89,16 @@ def _messages(record: Conversation, held_out: bool, tokenizer: Tokenizer) -> Ite
 
 def _mark(name: str, tokenizer: Tokenizer) -> bytes | tuple[int, ...]:
     token = tokenizer.special(name)
-    return name.encode() if token is None else (token,)
+    if token is not None:
+        return (token,)
+    if not isinstance(tokenizer, ByteTokenizer):
+        # Spelt out in other tokens, the model would not learn to end its answers.
+        raise DataError(
+            f"--chat puts {' and '.join(TURN)} around messages, and the vocabulary has no token "
+            f"{name}; take one that has both, or --tokenizer bpe:N, which learns them. Other chat "
+            "templates are not available yet"
+        )
+    return name.encode()
 
 
 def _encode(parts: list[Part], tokenizer: Tokenizer) -> Iterator[EncodedPart]:
