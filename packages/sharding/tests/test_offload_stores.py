@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import os
 import tempfile
 from functools import partial
@@ -165,6 +166,36 @@ def test_a_full_disk_is_an_error_that_leaves_what_is_there(
 
     assert store.file_bytes == had
     assert slot.tensor.tolist() == [2.0] * 5
+
+
+def test_slots_that_were_reserved_together_take_one_descriptor(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+
+    store.reserve([4 * 5000] * 50)
+    slots = [store.allocate(5000, torch.float32, CPU) for _ in range(51)]
+    for number, slot in enumerate(slots):
+        slot.tensor.fill_(number)
+
+    assert len(os.listdir("/proc/self/fd")) - before <= 2  # the last one was not reserved
+    assert [set(slot.tensor.tolist()) for slot in slots] == [{float(n)} for n in range(51)]
+    assert all(store.holds(slot.tensor) for slot in slots)
+
+
+def test_a_file_that_cannot_be_mapped_is_an_error_of_reserving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(mmap, "mmap", fail)
+    with pytest.raises(OffloadError, match=r"cannot be mapped.*Too many open files"):
+        store.reserve([100])
+
+    monkeypatch.undo()
+    store.allocate(25, torch.float32, CPU).tensor.fill_(1.0)
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])

@@ -51,7 +51,8 @@ class FileStore:
     """One file without a name in a folder, read and written by a thread each beside computing.
 
     Space is allocated before anything is put into it: a full disk is met there. The system removes
-    the file when the process ends, even where it is killed.
+    the file when the process ends, even where it is killed; its space comes back as a whole, once
+    nobody has the store or one of its slots.
 
     Args:
         folder: A folder that exists, best on a fast local disk.
@@ -69,6 +70,7 @@ class FileStore:
         self.reads = Lane("offload-reads", pace, depth=4)
         self.writes = Lane("offload-writes", pace, depth=4)
         self._lock = threading.Lock()
+        self._region: tuple[int, mmap.mmap] | None = None
         self._mapped: list[range] = []
         self._used = 0
         self._reserved = 0
@@ -82,7 +84,8 @@ class FileStore:
         """Have space on the disk for slots of these sizes, beside those that there are.
 
         Raises:
-            OffloadError: The disk has not; what is there stays as it is.
+            OffloadError: The disk has not, or the file cannot be mapped; what is there stays as it
+                is.
         """
         num_bytes = sum(_up(size) for size in sizes)
         with self._lock:
@@ -97,22 +100,37 @@ class FileStore:
                     f"({error.strerror}); free some, share states over more ranks, or offload to "
                     "another folder"
                 ) from error
+            self._map(end)
             self._reserved = end
+
+    def _map(self, end: int) -> None:
+        # One mapping for all slots to come: each has a descriptor, of which there are few.
+        try:
+            mapped = mmap.mmap(self._descriptor, end - self._used, offset=self._used)
+        except (OSError, ValueError) as error:
+            raise OffloadError(
+                f"{end - self._used:,} bytes of a file of model states in {self.folder} cannot be "
+                f"mapped ({error}); raise the limits on address space (ulimit -v) and open files "
+                "(ulimit -n), or share states over more ranks"
+            ) from error
+        self._region = (self._used, mapped)
+        first = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+        self._mapped.append(range(first, first + len(mapped)))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> FileSlot:
         """Return a place for elements in the file.
 
         Raises:
-            OffloadError: The disk is full.
+            OffloadError: The disk is full, or the file cannot be mapped.
         """
         size = numel * dtype.itemsize
         self.reserve([size])
         with self._lock:
             start = self._used
             self._used += _up(size)
-        mapped = mmap.mmap(self._descriptor, _up(size), offset=start)
-        tensor = torch.frombuffer(mapped, dtype=dtype, count=numel)
-        self._mapped.append(range(tensor.data_ptr(), tensor.data_ptr() + size))
+            assert self._region is not None
+            first, mapped = self._region
+        tensor = torch.frombuffer(mapped, dtype=dtype, count=numel, offset=start - first)
         return FileSlot(self, start, tensor)
 
     def holds(self, tensor: torch.Tensor) -> bool:
