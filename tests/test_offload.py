@@ -24,13 +24,14 @@ from tests.serial_runs import serial_steps
 from tests.test_law import assert_same_step, shape_of
 from trainwright.checkpointing.state import StateStore
 from trainwright.checkpointing.testing.files import CrashingFiles
-from trainwright.collectives import Communicator, LocalWorld
+from trainwright.collectives import Communicator, LocalWorld, SingleCommunicator
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.live_state import LiveState
 from trainwright.integration.optimizers import held
 from trainwright.integration.parts import Parts, assemble
 from trainwright.integration.recipe import StepRecord, train
+from trainwright.integration.recovering import describe_snapshots
 from trainwright.integration.training_state import restore_state, save_state
 from trainwright.stability_guards import Verdict
 
@@ -231,6 +232,22 @@ def test_going_back_restores_offloaded_states(to_file: bool, tmp_path: Path) -> 
 def test_what_cannot_be_offloaded_is_refused(leaves: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(leaves)
+
+
+def test_states_in_a_file_are_not_copied_to_memory_to_go_back_to(tmp_path: Path) -> None:
+    def said(**leaves: object) -> str:
+        config = RunConfig.of(**{**SHORT, "steps": 1, **leaves})
+        parts = assemble(config, SingleCommunicator(), text(), SHAPE)
+        return describe_snapshots(parts, parts.start())
+
+    asking = tmp_path / "guards.json"
+    asking.write_text('{"guards": {}, "snapshots": 1}')
+    in_file = f"nvme:{tmp_path}"
+
+    assert "copy to memory what a file keeps" in said(offload=in_file)
+    assert said(offload="optimizer").startswith("2 snapshots")
+    with pytest.raises(ConfigError, match=r"1 snapshots are copies.*--offload optimizer"):
+        said(offload=in_file, guards=str(asking))
 
 
 @pytest.mark.parametrize(

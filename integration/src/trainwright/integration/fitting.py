@@ -12,7 +12,7 @@ from trainwright.integration.guarding import GuardPlan, read_guards
 from trainwright.integration.head_clipping import check_head_clipping
 from trainwright.integration.model import ModelShape
 from trainwright.integration.numerics import scales_losses
-from trainwright.integration.offloading import check_offload
+from trainwright.integration.offloading import check_offload, without_copies
 from trainwright.integration.ramping import microbatch_counts
 from trainwright.integration.rates import check_rates
 from trainwright.integration.sequence_part import row_of
@@ -59,12 +59,13 @@ def fitting_guards(shape: ModelShape, config: RunConfig) -> GuardPlan:
     """Return what watches a run of the model.
 
     Raises:
-        ConfigError: a file cannot be read, or the model does not bring what a guard watches.
+        ConfigError: a file cannot be read, the model does not bring what a guard watches, or
+            snapshots are asked for of states that a file keeps.
     """
     guards, exclude = config.guards.guards, config.guards.exclude
     plan = read_guards(guards, exclude, scales_losses=scales_losses(config))
     check_signals(guards, plan.signals, shape)
-    return plan
+    return without_copies(config, plan)
 
 
 def _check_experts(shape: ModelShape, mesh: MeshShape, config: RunConfig) -> None:

@@ -68,6 +68,7 @@ class GuardPlan:
         guard: what judges each step.
         recovery: how a run goes back, and how often.
         snapshots: how many states are kept in host memory to go back to; 0 for none.
+        asks_snapshots: whether somebody has said how many.
         snapshot_bytes: what they may take together on a rank; None for no bound.
         signals: of the model, which the guard watches.
         signals_every: steps between measurements of the model, for guards of it; 0 for none.
@@ -78,6 +79,7 @@ class GuardPlan:
     guard: Guard
     recovery: RecoveryPlan = attrs.field(factory=RecoveryPlan)
     snapshots: int = 2
+    asks_snapshots: bool = False
     snapshot_bytes: int | None = None
     signals: tuple[str, ...] = ()
     signals_every: int = 0
@@ -155,7 +157,8 @@ def _plan_of(values: Any, file: str) -> GuardPlan:
     if asks and not counted.setdefault("signals_every", SIGNALS_EVERY):
         raise ConfigError(f"{what}: {', '.join(asks)} need signals_every from 1, got 0")
     signals = tuple(OF_MODELS[name] for name in asks)
-    return attrs.evolve(GuardPlan(guard, recovery, signals=signals), **counted)
+    plan = GuardPlan(guard, recovery, signals=signals, asks_snapshots="snapshots" in counted)
+    return attrs.evolve(plan, **counted)
 
 
 def _guard(what: str, name: str, values: Any) -> Guard:

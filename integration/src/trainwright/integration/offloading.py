@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import attrs
+
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
+from trainwright.integration.guarding import GuardPlan
 from trainwright.integration.optimizers.plans import Sees
 from trainwright.integration.settings.parallel import NVME
 from trainwright.sharding.offload import Offload, OffloadError, offload_to_folder, offload_to_host
@@ -26,6 +29,24 @@ def offload_of(config: RunConfig) -> Offload | None:
         return offload_to_folder(where.removeprefix(NVME), weights=zero == 3)
     except OffloadError as error:
         raise ConfigError(f"--offload {where}: {error}") from error
+
+
+def without_copies(config: RunConfig, plan: GuardPlan) -> GuardPlan:
+    """Return what watches a run without snapshots in memory, where a file keeps its states.
+
+    Raises:
+        ConfigError: somebody has asked for snapshots.
+    """
+    where = config.parallel.offload
+    if not where.startswith(NVME) or not plan.snapshots:
+        return plan
+    if plan.asks_snapshots:
+        raise ConfigError(
+            f"--guards {config.guards.guards}: {plan.snapshots} snapshots are copies of all states "
+            f"in host memory, and --offload {where} is for states that do not fit there; "
+            'give "snapshots": 0, or --offload optimizer'
+        )
+    return attrs.evolve(plan, snapshots=0)
 
 
 def check_offload(config: RunConfig) -> None:

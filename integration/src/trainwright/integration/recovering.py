@@ -6,6 +6,7 @@ from typing import Any
 
 from trainwright.integration.live_state import LiveState
 from trainwright.integration.parts import Parts, Progress
+from trainwright.integration.settings.parallel import NVME
 from trainwright.stability_guards import MemorySnapshots, Recovery, Snapshot, bytes_of
 
 
@@ -30,6 +31,8 @@ def guards_state(recovery: Recovery, parts: Parts) -> dict[str, Any]:
 def describe_snapshots(parts: Parts, progress: Progress) -> str:
     """Return a line on what this rank keeps to go back to."""
     count = parts.guards.snapshots
+    if not count and parts.config.parallel.offload.startswith(NVME):
+        return "no snapshots to go back to: they would copy to memory what a file keeps"
     if not count:
         return "no snapshots to go back to"
     held = count * bytes_of(LiveState(parts, progress).state_dict())
