@@ -343,6 +343,36 @@ def test_optimizers_that_cannot_be_taken_in_parts_are_refused(make: Any, message
         offloaded_step(make([{**group, "count": 0} for group in groups]), [parallel], offload)
 
 
+def test_what_one_rank_finds_wrong_with_an_optimizer_is_met_on_every_rank() -> None:
+    def run(world: Communicator) -> str:
+        offload = offload_to_host()
+        parallel = shared_out(offload, 1, world, alignment=1)
+        optimizer = adamw(parallel)
+        if world.rank == 1:
+            optimizer.add_param_group(
+                {"params": [nn.Parameter(torch.zeros(2))], "param_names": ["new"]}
+            )
+        with pytest.raises(ShardingError) as caught:
+            offloaded_step(optimizer, [parallel], offload)
+        return str(caught.value)
+
+    said = LocalWorld(3, timeout_s=30.0).run(run)
+
+    assert all("1 parameters that are not offloaded" in text for text in said)
+
+
+def test_limits_that_only_one_rank_exceeds_are_met_on_every_rank() -> None:
+    def run(world: Communicator) -> str:
+        limit = 1000 if world.rank == 1 else None
+        with pytest.raises(OffloadError) as caught:
+            shared_out(offload_to_host(host_limit_bytes=limit), 1, world)
+        return str(caught.value)
+
+    said = LocalWorld(2, timeout_s=30.0).run(run)
+
+    assert all("its limit is 1,000" in text for text in said)
+
+
 def test_an_optimizer_of_whole_matrices_is_refused() -> None:
     offload = offload_to_host()
     parallel = shared_out(offload, 1)

@@ -111,6 +111,25 @@ def test_host_memory_beyond_its_limit_is_refused_before_it_is_taken() -> None:
     assert kept.tensor.numel() == 20
 
 
+def test_a_limit_is_met_where_memory_is_reserved() -> None:
+    store = HostMemory(limit_bytes=100)
+    store.reserve([60, 40])
+
+    with pytest.raises(OffloadError, match=r"host memory would hold 101 bytes.*limit is 100"):
+        store.reserve([60, 41])
+
+    assert (store.ledger.held_bytes, store.ledger.peak_bytes) == (0, 0)
+
+
+def test_memory_that_the_system_does_not_give_is_not_counted() -> None:
+    store = HostMemory()
+
+    with pytest.raises(OffloadError, match="has no 4,611,686,018,427,387,904 bytes"):
+        store.allocate(2**60, torch.float32, CPU)
+
+    assert store.ledger.held_bytes == 0
+
+
 def test_a_file_has_no_name_in_its_folder(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     store.allocate(100_000, torch.float32, CPU).tensor.fill_(1.0)

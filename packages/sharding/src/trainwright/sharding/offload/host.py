@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import attrs
 import torch
 
+from trainwright.sharding.offload.errors import OffloadError
 from trainwright.sharding.offload.ledger import Ledger
 
 
@@ -33,17 +34,29 @@ class HostMemory:
         self.ledger = Ledger("host memory", limit_bytes)
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Nothing: memory is taken as it is asked for."""
+        """Look whether slots of these sizes stay within the limit; memory is taken by `allocate`.
+
+        Raises:
+            OffloadError: The limit would be exceeded.
+        """
+        self.ledger.check(sum(sizes))
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> HostSlot:
         """Return memory for elements that come from a device and go to it.
 
         Raises:
-            OffloadError: The limit would be exceeded.
+            OffloadError: The limit would be exceeded, or the system does not give the memory.
         """
         num_bytes = numel * dtype.itemsize
         self.ledger.take(num_bytes)
-        tensor = torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
+        try:
+            tensor = torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
+        except (RuntimeError, MemoryError) as error:
+            self.ledger.give(num_bytes)
+            raise OffloadError(
+                f"{self.ledger.place} has no {num_bytes:,} bytes for model states ({error}); share "
+                "states over more ranks, or offload to a folder"
+            ) from error
         slot = HostSlot(tensor)
         weakref.finalize(slot, self.ledger.give, num_bytes).atexit = False
         return slot

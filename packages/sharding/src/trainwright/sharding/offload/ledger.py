@@ -42,6 +42,15 @@ class Ledger:
         with self._lock:
             self._peak = self._held
 
+    def check(self, num_bytes: int) -> None:
+        """Raise where `take` would.
+
+        Raises:
+            OffloadError: So many bytes more would exceed the limit.
+        """
+        with self._lock:
+            self._wanted(num_bytes)
+
     def take(self, num_bytes: int) -> None:
         """Count bytes that are about to be held.
 
@@ -49,12 +58,7 @@ class Ledger:
             OffloadError: They would exceed the limit; nothing is counted then.
         """
         with self._lock:
-            wanted = self._held + num_bytes
-            if self.limit_bytes is not None and wanted > self.limit_bytes:
-                raise OffloadError(
-                    f"{self.place} would hold {wanted:,} bytes of model states, and its limit is "
-                    f"{self.limit_bytes:,}; offload more, share them over more ranks, or raise it"
-                )
+            wanted = self._wanted(num_bytes)
             self._held = wanted
             self._peak = max(self._peak, wanted)
 
@@ -62,3 +66,12 @@ class Ledger:
         """Count bytes that are held no more."""
         with self._lock:
             self._held -= num_bytes
+
+    def _wanted(self, num_bytes: int) -> int:
+        wanted = self._held + num_bytes
+        if self.limit_bytes is not None and wanted > self.limit_bytes:
+            raise OffloadError(
+                f"{self.place} would hold {wanted:,} bytes of model states, and its limit is "
+                f"{self.limit_bytes:,}; offload more, share them over more ranks, or raise it"
+            )
+        return wanted

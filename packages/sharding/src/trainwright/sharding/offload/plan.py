@@ -66,7 +66,7 @@ def offload_to_folder(
     link_bytes_s: float | None = None,
     device_limit_bytes: int | None = None,
 ) -> Offload:
-    """Keep states in a file without a name, of which three units are in memory during an update.
+    """Keep states in a file without a name; room for three units of them stays in memory.
 
     Summed gradients wait in the file too, mapped: what reads them before the update, such as the
     norm, does so through the system's cache, which gives memory back as it is needed.

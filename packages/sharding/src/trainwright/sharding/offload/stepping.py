@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from trainwright.collectives import Communicator, ReduceOp, Work
+from trainwright.collectives import Communicator, Work
+from trainwright.sharding.data.agreement import agree
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.offload.errors import OffloadError
 from trainwright.sharding.offload.file import FileStore
@@ -22,8 +23,8 @@ class OffloadedStep:
 
     A unit's weights go back to the device while the next unit is updated. From a file the next
     unit's states are read while one is updated and those of the one before are written: at most
-    three units are in host memory. Space for states is allocated here, before any update. Hooks of
-    the optimizer run once a unit.
+    three units are in host memory, which is kept from update to update. Space for states is
+    allocated here, before any update. Hooks of the optimizer run once a unit.
 
     Args:
         optimizer: Any element-wise one of ``torch.optim`` or of its kind, over parameters of the
@@ -35,10 +36,11 @@ class OffloadedStep:
     Raises:
         ShardingError: The optimizer has other parameters.
         NotAvailableError: It is not element-wise, or changes its options as it steps.
-        OffloadError: On every rank: one of them has no space for the states.
+        OffloadError: One of the ranks has no space for the states, or one of the errors above; each
+            of them says which.
 
     Communicates:
-        One all-reduce of 8 bytes over all ranks.
+        One all-reduce of 8 bytes over all ranks; where there is a problem also its text.
     """
 
     def __init__(
@@ -51,11 +53,17 @@ class OffloadedStep:
         self._optimizer = optimizer
         self._store = store
         self._num_parameters = 0
-        self._held = self._plan(list(units))
+        self._held: list[UnitStates] = []
         self._stream: StatesStream | None = None
-        if isinstance(store, FileStore):
-            self._stream = StatesStream(self._held, store.ledger)
-        self._allocate(ranks)
+        problem = None
+        try:
+            self._held = self._plan(list(units))
+            if isinstance(store, FileStore):
+                self._stream = StatesStream(self._held, store.ledger)
+            self._allocate()
+        except ShardingError as error:
+            problem = error
+        _agree(ranks, problem)
 
     @property
     def unit_bytes(self) -> int:
@@ -129,17 +137,16 @@ class OffloadedStep:
         held = [UnitStates(unit, self._optimizer, dtypes, number_of) for unit in units]
         return [states for states in held if states.groups]
 
-    def _allocate(self, ranks: Communicator) -> None:
-        problem = None
-        try:
-            self._store.reserve(states.num_bytes for states in self._held if states.num_bytes)
-            for states in self._held:
-                states.allocate(self._store)
-        except OffloadError as error:
-            problem = error
-        found = torch.tensor(int(problem is not None), device=ranks.device)
-        ranks.all_reduce(found, ReduceOp.MAX).wait()
-        if problem is not None:
-            raise problem
-        if int(found):
-            raise OffloadError("another rank has no space for its states; see its message")
+    def _allocate(self) -> None:
+        self._store.reserve(states.num_bytes for states in self._held if states.num_bytes)
+        for states in self._held:
+            states.allocate(self._store)
+
+
+def _agree(ranks: Communicator, problem: ShardingError | None) -> None:
+    try:
+        agree(ranks, None if problem is None else str(problem), OffloadError)
+    except OffloadError as error:
+        if problem is None:
+            raise
+        raise type(problem)(str(error)) from problem
