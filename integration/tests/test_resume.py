@@ -372,3 +372,12 @@ def test_a_run_that_never_intervened_and_a_folder_without_one_have_no_data_to_sh
     assert main(["data", "show", str(tmp_path / "nothing"), "--step", "3"]) == 2
     assert "holds no run" in capsys.readouterr().err
     assert sorted(path.name for path in finished.iterdir()) == before
+
+
+def test_no_line_is_set_aside_of_metrics_that_have_none(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.touch()
+
+    folder.rewind(0)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

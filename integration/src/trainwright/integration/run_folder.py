@@ -243,11 +243,12 @@ def _cut(path: Path, step: int, first: Callable[[list[str]], None] = lambda line
     kept: list[str] = []
     taken: list[str] = []
     text = path.read_text(errors="replace")
-    for line in text.removesuffix("\n").split("\n"):
+    # An empty file has no line, not an empty one.
+    for line in text.removesuffix("\n").split("\n") if text else ():
         (kept if _step_of(line) <= step else taken).append(line + "\n")
     if taken:
         first(taken)
-    if taken or not text.endswith("\n"):
+    if taken or (text and not text.endswith("\n")):
         write_aside(path, "".join(kept))
 
 
