@@ -447,3 +447,10 @@ def test_a_file_that_changes_while_it_is_tokenised_looks_new_to_the_next_start(
     prepare_data(choice, tmp_path / "out")
 
     assert left_there(choice, tmp_path / "out") is None
+
+
+def test_a_tokenizer_of_one_token_has_a_vocabulary_of_one(tmp_path: Path) -> None:
+    end = "<|endoftext|>"
+    Tokenizer(models.WordLevel({end: 0}, unk_token=end)).save(str(tmp_path / "tokenizer.json"))
+
+    assert read_tokenizer(tmp_path / "tokenizer.json").vocabulary == 1

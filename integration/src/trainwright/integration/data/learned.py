@@ -78,7 +78,7 @@ class LearnedTokenizer:
             # Which of the two a number means would change from one start to the next.
             twice = next(number for number, count in Counter(numbers).items() if count > 1)
             raise ConfigError(f"{where} has two tokens of number {twice}; each needs its own")
-        self.vocabulary = 1 + max(*numbers, *around)
+        self.vocabulary = 1 + max([*numbers, *around])
         if self.vocabulary > MOST_TOKENS:
             raise ConfigError(
                 f"{where} has a token of number {self.vocabulary - 1}; numbers below "
