@@ -129,6 +129,7 @@ def test_a_preset_has_the_tokens_of_the_tokenizer(capsys: pytest.CaptureFixture[
         (["--offload-activations", "cpu"], "upper bound"),
         (["--device", "H1000"], "did you mean"),
         (["--memory", "-1"], "--memory must be positive"),
+        (["--memory", "inf"], "--memory must be positive and finite"),
         (["--reserve", "1"], "--reserve must be from 0 to below 1"),
         (["--layout", "tp=8"], "tp up to 4 works"),
         (["--picture", "/nowhere/at/all.svg"], "cannot be written"),

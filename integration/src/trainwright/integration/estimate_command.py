@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -174,8 +175,8 @@ def as_object(
 def _device(options: argparse.Namespace) -> tuple[str | None, float | None]:
     """Return the name of what has to be fitted and its bytes; None where nothing was said."""
     memory = options.memory
-    if memory is not None and not memory > 0:
-        raise ConfigError(f"--memory must be positive, got {memory}")
+    if memory is not None and not 0 < memory < math.inf:
+        raise ConfigError(f"--memory must be positive and finite, got {memory}")
     if options.device in (None, "cpu"):
         return options.device or "the device", None if memory is None else memory * GB
     found: Device = named_device(options.device)
