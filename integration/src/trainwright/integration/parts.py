@@ -174,7 +174,7 @@ def assemble(
             plan that says what another one has to see; None takes that of the settings. The
             learning rate is the settings', of which each group that the function makes keeps the
             share that it gave it; so is the weight decay where they say one.
-        stop: whether the run ends before its last step; None makes all steps.
+        stop: whether the run ends before its last step; None makes all updates.
 
     Raises:
         ConfigError, DataError: settings, data and world do not fit, before any communication.

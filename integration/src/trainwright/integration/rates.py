@@ -35,7 +35,7 @@ _SHAPES = {"linear": straight, "cosine": half_cosine, "1-sqrt": one_minus_sqrt}
 
 
 def learning_rate(rate: RateSettings, peak: float, steps: int) -> Callable[[int], float]:
-    """Return the schedule of the learning rate in a run of so many steps.
+    """Return the schedule of the learning rate in a run of so many updates.
 
     Raises:
         ConfigError: rise and fall are longer than the run.

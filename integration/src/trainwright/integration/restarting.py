@@ -18,6 +18,7 @@ from trainwright.integration.endings import Ending
 from trainwright.integration.errors import ConfigError, TrainwrightError
 from trainwright.integration.launch import TIMEOUT_S
 from trainwright.integration.ramping import batch_ramp
+from trainwright.integration.values import counted
 
 RESTARTS = "restarts.jsonl"
 """File in the run folder with one JSON object a restart."""
@@ -188,7 +189,7 @@ def _tell(folder: Path, config: RunConfig, ending: Ending, restart: int, most: i
     layout, microbatches = config.parallel.layout, config.sizes.microbatches
     sys.stderr.write(
         f"restart {restart} of {most}: going on from the last checkpoint with --layout {layout} "
-        f"and {microbatches} microbatches\n"
+        f"and {counted(microbatches, 'microbatch', 'es')}\n"
     )
     row = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
@@ -12,6 +11,7 @@ from typing import Protocol
 import attrs
 import torch
 
+from trainwright.integration.going_on import resume_command
 from trainwright.sharding import StepTotals
 from trainwright.stability_guards import Report, Verdict, report_from_totals
 
@@ -74,12 +74,12 @@ class Stopped:
 
     def __str__(self) -> str:
         where = "nothing was saved" if self.saved is None else f"step {self.saved} was saved"
-        go_on = f"trainwright train --resume {shlex.quote(self.out)}"
+        go_on = resume_command(self.out)
         return f"stopped by a signal after step {self.step}, {where}; go on with: {go_on}"
 
 
 class NeverStop:
-    """The run makes all of its steps."""
+    """The run makes all of its updates."""
 
     level = 0
     num_levels = len(Verdict)

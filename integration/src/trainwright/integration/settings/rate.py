@@ -29,12 +29,12 @@ class RateSettings:
 
     Args:
         lr_schedule: one of `LR_SCHEDULES`; each begins with the rise.
-        warmup: updates over which it rises; None takes 50, at most a quarter of the steps.
-        warmup_fraction: part of the steps over which it rises, instead.
+        warmup: updates over which it rises; None takes 50, at most a quarter of the updates.
+        warmup_fraction: part of the updates over which it rises, instead.
         decay_steps: updates of the fall: the last ones of the run with ``wsd``, those behind the
             rise otherwise, which may be more than the run has. None: a tenth of the run with
             ``wsd``, all behind the rise otherwise.
-        decay_fraction: part of the steps that the fall takes, instead.
+        decay_fraction: part of the updates that the fall takes, instead.
         decay_shape: of the fall of ``wsd``, one of `DECAY_SHAPES`; None takes ``1-sqrt``.
         decay_power: to which power ``polynomial`` raises what is left of the fall; None takes 2.
         lr_floor: share of the peak that is held after the fall; None takes 0.1, and none with
@@ -55,13 +55,13 @@ class RateSettings:
         not_negative,
     )
     warmup_fraction: float | None = leaf(
-        None, "part of the steps with rising learning rate, instead of --warmup", share
+        None, "part of the updates with rising learning rate, instead of --warmup", share
     )
     decay_steps: int | None = leaf(
         None, "updates of falling learning rate (default: wsd a tenth, others the rest)", positive
     )
     decay_fraction: float | None = leaf(
-        None, "part of the steps with falling learning rate, instead of --decay-steps", share
+        None, "part of the updates with falling learning rate, instead of --decay-steps", share
     )
     decay_shape: str | None = leaf(
         None, f"how wsd falls: {', '.join(DECAY_SHAPES)} (default 1-sqrt)", one_of(DECAY_SHAPES)
@@ -95,13 +95,13 @@ class RateSettings:
             self._check_alone()
 
     def warmup_steps(self, steps: int) -> int:
-        """Return the updates over which the rate rises in a run of so many steps."""
+        """Return the updates over which the rate rises in a run of so many updates."""
         if self.warmup_fraction is not None:
             return round(self.warmup_fraction * steps)
         return min(50, steps // 4) if self.warmup is None else self.warmup
 
     def falling_steps(self, steps: int) -> int:
-        """Return the updates over which the rate falls in a run of so many steps."""
+        """Return the updates over which the rate falls in a run of so many updates."""
         if self.decay_fraction is not None:
             return round(self.decay_fraction * steps)
         if self.decay_steps is not None:
