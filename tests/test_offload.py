@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -273,4 +275,30 @@ def test_an_optimizer_of_yours_that_sees_wholes_is_refused_with_offload() -> Non
 
     said = LocalWorld(2, timeout_s=60.0).run(work)
 
-    assert all("--offload: WholeMatrices updates whole parameters" in text for text in said)
+    assert all("the optimizer of yours has to see whole parameters" in text for text in said)
+
+
+def test_a_folder_that_one_rank_cannot_write_to_is_refused_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig.of(**{**SHORT, "layout": "dp=2", "zero": 1, "offload": f"nvme:{tmp_path}"})
+    usual = os.open
+    opened: list[int] = []
+
+    def only_once(path: object, flags: int, *rest: int, **more: int) -> int:
+        if path == tmp_path or Path(str(path)).parent == tmp_path:
+            if opened:
+                raise OSError(errno.EACCES, "Permission denied")
+            opened.append(flags)
+        return usual(path, flags, *rest, **more)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(os, "open", only_once)
+
+    def work(world: Communicator) -> str:
+        with pytest.raises(ConfigError) as caught:
+            assemble(config, world, text(), SHAPE)
+        return str(caught.value)
+
+    said = LocalWorld(2, timeout_s=60.0).run(work)
+
+    assert all("cannot be kept in" in text and "Permission denied" in text for text in said)

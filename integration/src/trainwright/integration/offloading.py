@@ -4,31 +4,68 @@ from __future__ import annotations
 
 import attrs
 
+from trainwright.collectives import Communicator, SingleCommunicator
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.guarding import GuardPlan
-from trainwright.integration.optimizers.plans import Sees
+from trainwright.integration.optimizers.plans import OptimizerPlan, Sees
 from trainwright.integration.settings.parallel import NVME
+from trainwright.sharding.data.agreement import agree
 from trainwright.sharding.offload import Offload, OffloadError, offload_to_folder, offload_to_host
 
 
-def offload_of(config: RunConfig) -> Offload | None:
+def offload_of(config: RunConfig, ranks: Communicator) -> Offload | None:
     """Return what keeps a rank's states, and maybe its weights, away from its device.
 
     At stage 3 a file takes the weights too.
 
+    Args:
+        config: the settings.
+        ranks: all of the run, each with a file of its own.
+
     Raises:
-        ConfigError: the folder is none, or cannot be written to.
+        ConfigError: on every rank: on one of them the folder is none, or cannot be written to.
+
+    Communicates: one all-reduce of 8 bytes for states in a file.
     """
     where, zero = config.parallel.offload, config.parallel.zero
     if where == "none":
         return None
     if not where.startswith(NVME):
         return offload_to_host(weights=where == "parameters")
+    offload, problem = None, None
     try:
-        return offload_to_folder(where.removeprefix(NVME), weights=zero == 3)
+        offload = offload_to_folder(where.removeprefix(NVME), weights=zero == 3)
+    except OffloadError as error:
+        problem = str(error)
+    try:
+        agree(ranks, problem, OffloadError)
     except OffloadError as error:
         raise ConfigError(f"--offload {where}: {error}") from error
+    return offload
+
+
+def check_folder(config: RunConfig) -> None:
+    """Check where a run is started that its states can be kept in the folder.
+
+    Raises:
+        ConfigError: the folder is none, or cannot be written to.
+    """
+    offload_of(config, SingleCommunicator())
+
+
+def check_elements(where: str, plan: OptimizerPlan, name: str) -> None:
+    """Check that an optimizer can be offloaded.
+
+    Raises:
+        ConfigError: it has to see whole parameters.
+    """
+    if any(share.sees is not Sees.ELEMENTS for share in plan.shares):
+        raise ConfigError(
+            f"--offload {where}: {name} has to see whole parameters, and "
+            "states are offloaded in parts of them; take adamw, adam, sgd or lion, or --offload "
+            "none"
+        )
 
 
 def without_copies(config: RunConfig, plan: GuardPlan) -> GuardPlan:
@@ -64,12 +101,7 @@ def check_offload(config: RunConfig) -> None:
             f"--offload parameters needs --zero 3: with --zero {zero} weights are whole and in use "
             "all the time; --offload optimizer works"
         )
-    if any(share.sees is not Sees.ELEMENTS for share in config.optimizer.plan.shares):
-        raise ConfigError(
-            f"--offload {where}: {config.optimizer.optimizer} has to see whole parameters, and "
-            "states are offloaded in parts of them; take adamw, adam, sgd or lion, or --offload "
-            "none"
-        )
+    check_elements(where, config.optimizer.plan, config.optimizer.optimizer)
     if where.startswith(NVME) and config.saving.async_save:
         raise ConfigError(
             f"--async-save keeps a copy of all states in memory while it writes, and --offload "

@@ -121,7 +121,7 @@ def shard_model(
         # They share a weight, which is reduced once, after the last of its two uses.
         groups = [ends, *([number] for number in stages if number not in ends)]
     parallel = {}
-    offload = offload_of(config)
+    offload = offload_of(config, mesh.world)
     for group in groups:
         members = [stages[number] for number in group]
         module = members[0] if len(members) == 1 else join(members)

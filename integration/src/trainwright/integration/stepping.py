@@ -9,6 +9,7 @@ from trainwright.integration.config import RunConfig
 from trainwright.integration.data import Data, Reader
 from trainwright.integration.feed import Feed
 from trainwright.integration.model import ModelShape
+from trainwright.integration.offloading import check_elements
 from trainwright.integration.optimizers import (
     Factory,
     JoinedOptimizer,
@@ -120,6 +121,9 @@ def build_optimizer(
         model: whose weights.
         chosen: an optimizer of yours in place of that of the settings.
 
+    Raises:
+        ConfigError: states are offloaded, and an optimizer of yours has to see whole parameters.
+
     Communicates: what `optimizers.build` does.
     """
     settings = config.optimizer
@@ -128,5 +132,7 @@ def build_optimizer(
         made = build(settings.plan, models, lr=settings.lr, weight_decay=settings.decay)
         return offloaded(made, models, model.offload)
     plan = chosen if isinstance(chosen, OptimizerPlan) else plan_of(chosen, adamw(Options()))
+    if model.offload is not None:
+        check_elements(config.parallel.offload, plan, "the optimizer of yours")
     made = build(plan, models, lr=settings.lr, weight_decay=settings.weight_decay)
     return offloaded(made, models, model.offload)

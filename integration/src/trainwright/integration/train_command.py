@@ -23,6 +23,7 @@ from trainwright.integration.finishing import Summary, report
 from trainwright.integration.fitting import check_fits, fitting_guards
 from trainwright.integration.going_on import way_on
 from trainwright.integration.model import ModelShape
+from trainwright.integration.offloading import check_folder
 from trainwright.integration.preparing import prepare, prepared_by_first
 from trainwright.integration.restarting import (
     StartOptions,
@@ -85,6 +86,8 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.write(config.text())
         sys.stderr.writelines(f"{line}\n" for line in resolved(config, _shape(config)))
         return 0
+    if place is None:
+        check_folder(config)
     if transport_of(options) == "threads":
         starting.check_started_elsewhere("threads")
         return _until_interrupted(_run_threads, config, out, resume, options)
