@@ -423,6 +423,30 @@ def test_planning_leaves_the_optimizer_as_it_was() -> None:
     assert [dict(group) for group in optimizer.param_groups] == options
 
 
+def test_hooks_of_the_optimizer_do_not_hear_of_planning() -> None:
+    offload = offload_to_host()
+    parallel = shared_out(offload, 1)
+    optimizer = adamw(parallel)
+    heard: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
+    optimizer.register_step_post_hook(lambda *_: heard.append("after"))
+
+    stepping = offloaded_step(optimizer, [parallel], offload)
+    assert heard == []
+    train(parallel, stepping, 1)
+
+    assert set(heard) == {"before", "after"}
+
+
+@pytest.mark.parametrize("mixed", ["weights", "gradients", "states"])
+def test_stores_that_cannot_work_together_are_refused(mixed: str, tmp_path: Path) -> None:
+    host, file = HostMemory(), FileStore(tmp_path)
+    stores = {"states": host, "gradients": host, "weights": host, mixed: file}
+
+    with pytest.raises(OffloadError, match="pass the same FileStore for all"):
+        Offload(**stores)
+
+
 def test_states_of_several_ranks_may_share_a_folder(tmp_path: Path) -> None:
     def run(world: Communicator) -> int:
         offload = offload_to_folder(tmp_path)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import attrs
 
+from trainwright.sharding.offload.errors import OffloadError
 from trainwright.sharding.offload.file import FileStore
 from trainwright.sharding.offload.host import HostMemory
 from trainwright.sharding.offload.lanes import Lane, Pace
@@ -26,6 +27,9 @@ class Offload:
         to_host: Moves gradients.
         to_device: Moves weights.
         device: Counts the bytes of weights and gradients on the device.
+
+    Raises:
+        OffloadError: Some of it is to be kept in a file and some not in that file.
     """
 
     states: Store
@@ -34,6 +38,16 @@ class Offload:
     to_host: Lane = attrs.field(factory=lambda: Lane("offload-to-host"))
     to_device: Lane = attrs.field(factory=lambda: Lane("offload-to-device"))
     device: Ledger = attrs.field(factory=lambda: Ledger("the device"))
+
+    def __attrs_post_init__(self) -> None:
+        others = [store for store in (self.gradients, self.weights) if store is not None]
+        in_file = any(isinstance(store, FileStore) for store in (self.states, *others))
+        if in_file and any(store is not self.states for store in others):
+            raise OffloadError(
+                "a file keeps states, gradients and weights together, got several stores; pass the "
+                "same FileStore for all, leave weights on the device (weights=None), or take "
+                "offload_to_folder() or offload_to_host()"
+            )
 
 
 def offload_to_host(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ def state_dtypes(
     """Return the dtype of each state that has a parameter's shape, by its key.
 
     The optimizer steps a small parameter with a gradient of zeros; its own parameters, states and
-    options stay as they are.
+    options stay as they are, and its hooks do not hear of it.
 
     Raises:
         NotAvailableError: Its step changes its options, so that it cannot be taken in parts, or it
@@ -31,7 +32,7 @@ def state_dtypes(
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     seen = {**options, "params": [sample]}
     name = type(optimizer).__name__
-    with _only(optimizer, [seen]):
+    with _only(optimizer, [seen]), _unheard(optimizer):
         optimizer.step()
         states = optimizer.state.pop(sample, {})
     if any(seen[key] is not value and seen[key] != value for key, value in options.items()):
@@ -77,3 +78,16 @@ def _only(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Ite
         yield
     finally:
         optimizer.param_groups = whole
+
+
+@contextmanager
+def _unheard(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    whole = {name: getattr(optimizer, name) for name in names}
+    try:
+        for name in names:
+            setattr(optimizer, name, OrderedDict())
+        yield
+    finally:
+        for name, hooks in whole.items():
+            setattr(optimizer, name, hooks)
