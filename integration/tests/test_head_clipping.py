@@ -12,7 +12,7 @@ import torch
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration import Corpus, ModelShape, RunConfig, assemble, train
 from trainwright.integration.errors import ConfigError
-from trainwright.integration.fitting import check_fits
+from trainwright.integration.fitting import check_fits, fitting_guards
 from trainwright.integration.model import LatentShape
 from trainwright.integration.model.decoder import build_stage
 from trainwright.integration.model.initialize import initialize_
@@ -136,10 +136,8 @@ def test_clipping_that_cannot_hear_the_logits_is_refused(
 def test_latent_attention_is_neither_clipped_nor_watched_in_silence() -> None:
     sizes = LatentShape(keys=8, plain=8, turned=4, values=8)
     shape = attrs.evolve(SHAPE, latent=sizes, kv_heads=4)
-    for leaves, message in (
-        ({"qk_clip": 100.0}, "keys of latent attention are not clipped here"),
-        ({"guards": "all"}, "watches attention_logit_max, which latent attention does not bring"),
-    ):
-        settings = config(**leaves)
-        with pytest.raises(ConfigError, match=message):
-            check_fits(shape, settings)
+    with pytest.raises(ConfigError, match="keys of latent attention are not clipped here"):
+        check_fits(shape, config(qk_clip=100.0))
+    told = "watches attention_logit_max, which latent attention does not bring"
+    with pytest.raises(ConfigError, match=told):
+        fitting_guards(shape, config(guards="all"))

@@ -25,7 +25,7 @@ from trainwright.integration.parts import Parts
 from trainwright.integration.recipe import StepRecord
 from trainwright.integration.training_state import restore_state, save_state
 from trainwright.sharding import Routing, placements_of
-from trainwright.stability_guards import MemorySnapshots
+from trainwright.stability_guards import HaltError, MemorySnapshots
 
 STREAM = np.frombuffer(b"logits grow where nobody looks, and so do experts. " * 5, np.uint8)
 CORPUS = Corpus(train=STREAM, held_out=STREAM, files=1, skipped=(), source="a test")
@@ -154,11 +154,16 @@ def test_a_step_that_is_skipped_moves_no_bias(monkeypatch: pytest.MonkeyPatch) -
         lambda stage, logits, **given: loss(stage, logits, **given) * torch.nan,
     )
 
-    ((records, _, biases),) = LocalWorld(1, timeout_s=60.0).run(
-        run, config(expert_bias=RATE, steps=2), SPARSE
-    )
+    def work(world: Communicator) -> tuple[list[StepRecord], Held]:
+        parts = assemble(config(expert_bias=RATE, steps=2), world, CORPUS, SPARSE)
+        records: list[StepRecord] = []
+        with pytest.raises(HaltError, match="in a row"):
+            train(parts, parts.start(), [records.append])
+        return records, parts.balance.biases()
 
-    assert [record.verdict.name for record in records] == ["SKIP", "SKIP"]
+    ((records, biases),) = LocalWorld(1, timeout_s=60.0).run(work)
+
+    assert {record.verdict.name for record in records[:-1]} == {"SKIP"}
     assert all(not bias.any() for bias in biases.values())
 
 
