@@ -320,3 +320,11 @@ def _late(bar: Bar) -> Bar:
     if bar.microbatch < 2:
         return bar
     return Bar(bar.operation, bar.stage, bar.microbatch, bar.start_ms + 500, bar.stop_ms + 900)
+
+
+def test_steps_without_an_update_make_a_run_longer_whoever_skipped_them(tmp_path: Path) -> None:
+    rows = [row(1, 3.0, skipped=True), row(2, 3.0, verdict="SKIP"), row(3, 3.0)]
+
+    facts = read_run(make_run(tmp_path / "run", rows))
+
+    assert (facts.skipped, facts.steps_wanted) == (2, 9 + 2)

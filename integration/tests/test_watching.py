@@ -263,8 +263,10 @@ def test_measurements_are_about_twenty_and_timelines_fewer() -> None:
         assert usual.every(steps) == every
     measured = [step for step in range(1, 331) if usual.is_measured(step, 330)]
     assert measured == list(range(16, 331, 16))
-    kept = [step for step in measured if usual.keeps_timeline(step, 330)]
+    kept = [step for step in measured if usual.keeps_timeline(step, 330, 330)]
     assert kept == [16, 32, 64, 128, 256, 320]
+    # Of the steps that skipped ones make necessary, the last is kept, not all of them.
+    assert [step for step in range(320, 401, 16) if usual.keeps_timeline(step, 330, 400)] == [400]
     assert not any(WatchingSettings(measure_every=0).is_measured(step, 9) for step in range(1, 10))
 
 

@@ -67,7 +67,8 @@ class RankMeasures:
         if self._asked is not None:
             row |= _columns(_gather(self._asked, self._mine(record, result.timeline, compute)))
         watching = parts.config.watching
-        if 0 in parts.mesh.ranks("pp") and watching.keeps_timeline(record.step, parts.steps):
+        is_kept = watching.keeps_timeline(record.step, parts.steps, record.end)
+        if 0 in parts.mesh.ranks("pp") and is_kept:
             row["timeline"] = _timeline(parts.mesh.communicator("pp"), result)
         self._states = {}
         if world.rank == 0:

@@ -36,6 +36,7 @@ class StepRecord:
         tokens: valid tokens of the global batch.
         seconds: duration of the step on this rank.
         verdict: what the guards decided.
+        skipped: whether no update was applied: by a verdict, or because gradients overflowed.
         microbatches: of each data rank; 0 where nobody says.
         pipeline: what the pipeline gave back on this rank, with its timeline at measured steps.
     """
@@ -47,6 +48,7 @@ class StepRecord:
     tokens: int
     seconds: float
     verdict: Verdict
+    skipped: bool = False
     microbatches: int = 0
     end: int = 0
     spans: Spans | None = None
@@ -94,8 +96,7 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
         spans = batch.spans()
         parts.scaler.unscale_(parts.optimizer, non_finite=totals.non_finite)
         verdict = recovery.judge(report, progress.updates)
-        lr = _OUTCOMES[verdict](parts, progress, totals)
-        parts.model.zero_grad()
+        lr, skipped = _judged(verdict, parts, progress, totals)
         recovery.stepped(progress.step, verdict)
         progress.guard_state = guards_state(recovery, parts)
         record = StepRecord(
@@ -106,6 +107,7 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
             tokens=report.tokens,
             seconds=time.perf_counter() - started,
             verdict=verdict,
+            skipped=skipped,
             microbatches=batch.microbatches,
             end=progress.end(parts.steps),
             spans=spans,
@@ -113,6 +115,16 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
         )
         for observe in observers:
             observe(record)
+
+
+def _judged(
+    verdict: Verdict, parts: Parts, progress: Progress, totals: StepTotals
+) -> tuple[float, bool]:
+    """Do what was decided; return the update's learning rate, and whether it was skipped."""
+    before = progress.skipped
+    lr = _OUTCOMES[verdict](parts, progress, totals)
+    parts.model.zero_grad()
+    return lr, progress.skipped > before
 
 
 def _apply(parts: Parts, progress: Progress, totals: StepTotals) -> float:

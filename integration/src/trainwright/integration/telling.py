@@ -134,7 +134,7 @@ class MetricsFile:
     def stepped(self, told: Told) -> None:
         """Write a step's line."""
         record = told.record
-        row: dict[str, float | str | None] = {
+        row: dict[str, float | str | bool | None] = {
             "step": record.step,
             "loss": record.loss,
             "grad_norm": record.grad_norm,
@@ -148,6 +148,9 @@ class MetricsFile:
             row["mfu"] = told.mfu
         if record.verdict is not Verdict.CONTINUE:
             row["verdict"] = record.verdict.name
+        elif record.skipped:
+            # Gradients that overflow are no matter of guards.
+            row["skipped"] = True
         self.lines.write(row)
 
     def evaluated(self, step: int, loss: float, seconds: float | None) -> None:

@@ -119,7 +119,7 @@ def _read_run(path: Path) -> RunFacts:
         interventions=tuple(_lines(path / "journal.jsonl", unreadable)),
         measurements=tuple(_lines(path / "measured.jsonl", unreadable)),
         summary=_mapping(path / "summary.json", unreadable),
-        skipped=sum(row.get("verdict") == "SKIP" for row in steps),
+        skipped=sum(row.get("verdict") == "SKIP" or row.get("skipped") is True for row in steps),
         unreadable=unreadable,
         written=metrics.stat().st_mtime if metrics.exists() else None,
     )

@@ -38,7 +38,13 @@ class WatchingSettings:
         every = self.every(steps)
         return every > 0 and step % every == 0
 
-    def keeps_timeline(self, step: int, steps: int) -> bool:
-        """Whether the timeline of a measured step is kept: at the 1st, 2nd, 4th, … and the last."""
+    def keeps_timeline(self, step: int, steps: int, end: int) -> bool:
+        """Whether the timeline of a measured step is kept: at the 1st, 2nd, 4th, … and the last.
+
+        Args:
+            step: the measured one.
+            steps: updates of the run, which say how often is measured.
+            end: the last step, as far as is known: later than ``steps`` where some were skipped.
+        """
         number = step // max(self.every(steps), 1)
-        return number & (number - 1) == 0 or step + self.every(steps) > steps
+        return number & (number - 1) == 0 or step + self.every(steps) > end
