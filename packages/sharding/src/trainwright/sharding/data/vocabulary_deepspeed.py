@@ -148,7 +148,6 @@ def _to_int(key: str, value: Any) -> int:
     return int(value) if isinstance(value, int) else int(number)
 
 
-_OWN_WAY = "a detail of DeepSpeed's implementation"
 _REFUSED = (
     "legacy_stage1",
     "zero_quantized_weights",

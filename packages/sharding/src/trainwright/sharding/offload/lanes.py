@@ -120,8 +120,11 @@ class Lane:
     ) -> Work:
         """Copy a tensor, or add it, to another of its size, between a device and the host.
 
-        Both belong to the move until it is waited for. Bytes travel in the dtype of the device's
-        side; the host converts. Where the device is the host's memory it is a plain copy.
+        Both belong to the move until it is waited for. It is the host that waits, also where the
+        target is a device's: no stream is told of the move. So offloaded weights, which are fetched
+        in the midst of a step, are an exception to the rule that the host does not wait for a
+        device there. Bytes travel in the dtype of the device's side; the host converts. Where the
+        device is the host's memory it is a plain copy.
 
         Args:
             source: What is read.
