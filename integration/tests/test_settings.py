@@ -547,3 +547,12 @@ def test_a_file_of_guards_is_what_it_says(tmp_path: Path) -> None:
     assert (plan.snapshots, plan.replicas_every) == (2, 5)
     assert plan.exclude == Positions([(3, 4), (5, 8)])
     assert read_guards("none").snapshots == 0
+
+
+def test_settings_too_long_to_be_read_again_are_not_written(tmp_path: Path) -> None:
+    config = RunConfig.of(data=",".join(f"folder/{number}.txt@1" for number in range(5000)))
+
+    with pytest.raises(ConfigError, match="could not be resumed with more than 65,536"):
+        config.save(tmp_path / "config.json")
+
+    assert list(tmp_path.iterdir()) == []

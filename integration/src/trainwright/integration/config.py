@@ -27,7 +27,7 @@ from trainwright.integration.settings import (
     tree,
 )
 from trainwright.integration.settings.batch import BatchSizes
-from trainwright.integration.settings.files import read_file
+from trainwright.integration.settings.files import MOST_BYTES, read_file
 from trainwright.integration.settings.leaf import leaf
 from trainwright.integration.values import not_negative, one_of, positive
 from trainwright.precision import PRESETS
@@ -118,8 +118,18 @@ class RunConfig:
         return json.dumps(tree.nest(self), indent=2) + "\n"
 
     def save(self, path: Path) -> None:
-        """Write the settings as JSON, aside and then renamed."""
-        write_aside(path, self.text())
+        """Write the settings as JSON, aside and then renamed.
+
+        Raises:
+            ConfigError: they are longer than what `load` reads.
+        """
+        text = self.text()
+        if (size := len(text.encode())) > MOST_BYTES:
+            raise ConfigError(
+                f"the settings take {size:,} bytes, and a run could not be resumed with more than "
+                f"{MOST_BYTES:,}; name data in folders instead of file by file"
+            )
+        write_aside(path, text)
 
     @classmethod
     def read_leaves(cls, path: Path) -> dict[str, Any]:
