@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -112,6 +113,10 @@ class LearnedTokenizer:
 
     def sizes(self) -> np.ndarray | None:
         """Return the bytes of each token where they are those of a byte-level alphabet."""
+        return self._sizes
+
+    @functools.cached_property
+    def _sizes(self) -> np.ndarray | None:
         if not isinstance(self._tokenizer.decoder, decoders.ByteLevel):
             return None
         found = np.zeros(self.vocabulary, np.int64)
