@@ -110,7 +110,8 @@ class FlatWeights:
             changed = self.coded.changed(own)
             torch.where(changed, own, self.kept, out=self.kept)
             if self.separate_masters:
-                torch.where(changed, own.to(self.masters), self.masters, out=self.masters)
+                own, changed = own.to(self.masters), changed.to(self.masters.device)
+                torch.where(changed, own, self.masters, out=self.masters)
             return
         if self.is_cut:
             start = self.comm.rank * self.kept.numel()
