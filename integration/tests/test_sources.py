@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +18,7 @@ from trainwright.integration.data import DataChoice, Dataset, prepare_data
 from trainwright.integration.data.choice import format_of
 from trainwright.integration.data.sources.megatron import map_indexed
 from trainwright.integration.errors import ConfigError, DataError
+from trainwright.integration.measured_rows import _with_what_has_effect
 
 TEXTS = [f"text number {k}, grün" for k in range(40)]
 
@@ -325,3 +327,17 @@ def test_truncated_and_missing_files_of_an_index_are_named(tmp_path: Path) -> No
     data.unlink()
     with pytest.raises(DataError, match="cannot read the indexed tokens"):
         map_indexed(prefix)
+
+
+def test_other_data_is_measured_without_what_was_said_of_fields_and_files_that_it_lacks(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.jsonl").write_text('{"body": "text"}\n')
+    said = DataChoice(data=str(tmp_path / "a.txt"), text_field="body", token_dtype="uint32")
+
+    text = _with_what_has_effect(said)
+    rows = _with_what_has_effect(attrs.evolve(said, data=str(tmp_path / "b.jsonl")))
+
+    assert (text.text_field, text.token_dtype) == ("text", "uint16")
+    assert (rows.text_field, rows.token_dtype) == ("body", "uint16")

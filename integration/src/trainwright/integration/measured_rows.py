@@ -128,13 +128,9 @@ def all_of(
 def _with_what_has_effect(choice: DataChoice) -> DataChoice:
     """Return a run's choice for other data, without what was said of fields and files it lacks."""
     kinds = {format_of(path.place, choice.format) for path in choice.paths}
-    said = {name.split()[0] for name in unused_in(choice, kinds)}
+    unused = unused_in(choice, kinds)
     usual = DataChoice()
-    if "--text-field" in said:
-        choice = attrs.evolve(choice, text_field=usual.text_field)
-    if "--token-dtype" in said:
-        choice = attrs.evolve(choice, token_dtype=usual.token_dtype)
-    return choice
+    return attrs.evolve(choice, **{name: getattr(usual, name) for name in unused})
 
 
 def _chosen(

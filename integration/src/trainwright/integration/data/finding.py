@@ -25,6 +25,7 @@ from trainwright.integration.data.sources.files import fingerprint_of, glimpse_o
 from trainwright.integration.data.sources.megatron import prefix_of
 from trainwright.integration.data.sources.record import Source
 from trainwright.integration.errors import ConfigError, DataError
+from trainwright.integration.values import option
 
 GLIMPSE = "glimpse.txt"
 
@@ -70,24 +71,28 @@ def find_sources(choice: DataChoice) -> list[Found]:
         found.append(Found(path, kind, role, text))
     without = unused_in(choice, {each.kind for each in found})
     if without:
-        raise ConfigError("; ".join(f"{name} {why}" for name, why in without.items()))
+        raise ConfigError(
+            "; ".join(
+                f"{option(name)} {getattr(choice, name)} {why}" for name, why in without.items()
+            )
+        )
     return found
 
 
 def unused_in(choice: DataChoice, kinds: set[str]) -> dict[str, str]:
-    """Return the options that have no effect on data of some formats, each with the reason."""
+    """Return the fields of a choice that say nothing of some formats, each with the reason."""
     found = {}
     shown = " and ".join(sorted(kinds))
     if choice.text_field != "text" and not kinds & {"jsonl", "parquet", "datasets"}:
-        found[f"--text-field {choice.text_field}"] = (
+        found["text_field"] = (
             f"names a field or column of rows, and data of format {shown} has none; leave it out"
         )
     if choice.token_dtype != "uint16" and "nanogpt" not in kinds:
-        found[f"--token-dtype {choice.token_dtype}"] = (
+        found["token_dtype"] = (
             f"says what nanoGPT's files hold, and the data is of format {shown}; leave it out"
         )
     if kinds == {"tokens"} and choice.held_out_share not in (0.0, HELD_OUT_SHARE):
-        found[f"--held-out-share {choice.held_out_share}"] = (
+        found["held_out_share"] = (
             "has no effect on folders of tokens, which were cut when they were made; leave it out"
         )
     return found
