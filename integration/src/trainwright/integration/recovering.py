@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from trainwright.integration.live_state import LiveState
@@ -67,8 +68,9 @@ def recovery_of(parts: Parts, progress: Progress) -> Recovery:
         if state.pop("of", None) != plan.guard_name:
             anew = plan.guard.initial()
             state["guard"] = anew
-            state["marks"] = {
-                step: {**mark, "guard": anew} for step, mark in state["marks"].items()
-            }
+            marks = state.get("marks")
+            # What is none is left as it is, for the recovery to refuse.
+            if isinstance(marks, Mapping) and all(isinstance(m, Mapping) for m in marks.values()):
+                state["marks"] = {step: {**mark, "guard": anew} for step, mark in marks.items()}
         recovery.load_state_dict(state)
     return recovery
