@@ -161,6 +161,13 @@ def test_a_page_shows_what_the_run_was_and_did(tmp_path: Path) -> None:
     assert {"Loss", "Learning rate", "Memory by kind", "Pipeline"} <= titles
 
 
+def test_times_of_ranks_are_those_of_the_last_layout(tmp_path: Path) -> None:
+    measured = [{**measurement(step), "layout": "pp=2"} for step in (1, 2, 3)]
+    measured.append({**measurement(4), "layout": "tp=2", "step_s": [9.0, 9.0]})
+    _, found = page_of(make_run(tmp_path / "run", [row(1, 3.0)], measured=measured))
+    assert "seconds, median of 1 measured step" in found.words
+
+
 def test_a_page_needs_nothing_from_elsewhere_and_runs_nothing_of_a_runs_texts(
     tmp_path: Path,
 ) -> None:

@@ -103,6 +103,7 @@ def test_measured_steps_tell_times_memory_and_the_pipeline_of_every_rank(seen: P
         for gradient, optimizer in zip(memory["gradients"], memory["optimizer"], strict=True):
             assert 3 * gradient <= optimizer <= 3.1 * gradient
         assert "ranks are threads" in row["memory_note"]
+        assert row["layout"] == "dp=2,pp=2"
         lanes = row["timeline"]
         assert [[bar[0] for bar in lane if bar[0] in "FB"] for lane in lanes] == [
             ["F", "F", "B", "B"],

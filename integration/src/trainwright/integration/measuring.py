@@ -61,6 +61,7 @@ class RankMeasures:
         row: dict[str, Any] = {
             "step": record.step,
             "world": world.size,
+            "layout": parts.config.parallel.layout,
             "microbatches": record.microbatches,
             "slowest": _slowest(world, compute),
         }

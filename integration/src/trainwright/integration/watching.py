@@ -112,6 +112,8 @@ def _beginning(parts: Parts, progress: Progress) -> Iterator[str]:
     """Yield a line on what the run goes on from, if it is not random weights."""
     if progress.step:
         yield f"going on from the checkpoint of step {progress.step}"
+        if progress.updates == parts.steps:
+            yield f"all {parts.steps:,} updates are made already; a larger --steps makes more"
     elif parts.config.model.weights is not None:
         yield f"begins with the weights of {parts.config.model.weights}"
 

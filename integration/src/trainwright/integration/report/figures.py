@@ -12,6 +12,7 @@ from trainwright.integration.report.chart import Chart, Curve, Mark
 from trainwright.integration.report.columns import Columns, Layer
 from trainwright.integration.report.reading import LARGEST, RunFacts, Series
 from trainwright.integration.report.scales import short
+from trainwright.integration.values import counted
 
 MOST_MARKS = 150
 KINDS = ("weights", "gradients", "optimizer", "snapshots", "rest")
@@ -60,7 +61,9 @@ def columns_of(facts: RunFacts) -> Iterator[Columns]:
         return
     last = facts.measurements[-1]
     ranks = _numbers(last.get("ranks"))
-    same = [m for m in facts.measurements if m.get("ranks") == last.get("ranks")][-10:]
+    # A run that goes on in another layout may have the same ranks.
+    like = [[m.get("ranks"), m.get("layout")] for m in facts.measurements]
+    same = [m for m, one in zip(facts.measurements, like, strict=True) if one == like[-1]][-10:]
     if not ranks:
         return
     names = [str(int(rank)) if math.isfinite(rank) else "?" for rank in ranks]
@@ -85,8 +88,9 @@ def _times_of_ranks(
         Layer("waiting for the pipeline", 5, wait),
         Layer("the rest: reductions, update", 2, rest),
     ]
+    steps = counted(len(measurements), "measured step")
     yield Columns(
-        "Time a step", f"seconds, median of {len(measurements)} measured steps", names, tips,
+        "Time a step", f"seconds, median of {steps}", names, tips,
         layers, _slowest(last),
     )  # fmt: skip
 

@@ -91,7 +91,7 @@ def stretched(before: RunConfig, after: RunConfig) -> str | None:
     moved = [at for at in looked_at if not math.isclose(old(at), new(at), rel_tol=1e-9)]
     if not moved:
         return None
-    update = moved[len(moved) // 2]
+    update = moved[-1]  # the nearest to where the run goes on
     rise, fall = (f(before.steps) for f in (before.rate.warmup_steps, before.rate.falling_steps))
     keep = ""
     if before.rate == after.rate and before.rate.scheduler is None:
