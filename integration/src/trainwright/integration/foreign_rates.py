@@ -45,6 +45,8 @@ def foreign_rate(text: str) -> ForeignRate:
     made = FOREIGN_RATES.get(str(kind))
     if made is None:
         raise ConfigError(f"--scheduler: no schedule {kind!r}{near(str(kind), FOREIGN_RATES)}")
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"--scheduler: {kind}'s params must be an object, got {params!r}")
     known = {field.name: field for field in attrs.fields(made)}
     for name in params:
         if name not in known:
@@ -87,6 +89,14 @@ def _whole(least: int) -> Callable[[Any, Any, Any], None]:
     return check
 
 
+def _truth(owner: Any, field: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"--scheduler: {type(owner).__name__}'s {field.name} must be true or false, got "
+            f"{value!r}"
+        )
+
+
 def _type(owner: Any, field: attrs.Attribute[Any], value: Any) -> None:
     if value not in WARMUP_TYPES:
         raise ConfigError(
@@ -121,7 +131,7 @@ class WarmupLR:
         if update == 0:
             return self.warmup_min_lr
         risen = _risen(update - 1, self.warmup_num_steps, self.warmup_type)
-        return _between(self.warmup_min_lr, self.warmup_max_lr or lr, risen)
+        return _between(self.warmup_min_lr, _peak(self.warmup_max_lr, lr), risen)
 
 
 @attrs.frozen
@@ -143,7 +153,7 @@ class WarmupDecayLR:
             part = _risen(update - 1, rise, self.warmup_type)
         else:
             part = max(0.0, (total - (update - 1)) / max(1, total - rise))
-        return _between(self.warmup_min_lr, self.warmup_max_lr or lr, part)
+        return _between(self.warmup_min_lr, _peak(self.warmup_max_lr, lr), part)
 
 
 @attrs.frozen
@@ -221,15 +231,17 @@ class LRRangeTest:
     lr_range_test_min_lr: float = attrs.field(default=1e-3, validator=_number(0))
     lr_range_test_step_size: int = attrs.field(default=2000, validator=_whole(1))
     lr_range_test_step_rate: float = attrs.field(default=1.0, validator=_number(0))
-    lr_range_test_staircase: bool = attrs.field(
-        default=False, validator=attrs.validators.in_((True, False))
-    )
+    lr_range_test_staircase: bool = attrs.field(default=False, validator=_truth)
 
     def at(self, update: int, lr: float, steps: int) -> float:
         """Return the rate of an update."""
         done = update / self.lr_range_test_step_size
         stairs = math.floor(done) if self.lr_range_test_staircase else done
         return self.lr_range_test_min_lr * (1.0 + self.lr_range_test_step_rate * stairs)
+
+
+def _peak(given: float | None, lr: float) -> float:
+    return lr if given is None else given  # which may be 0
 
 
 def _between(least: float, greatest: float, part: float) -> float:
