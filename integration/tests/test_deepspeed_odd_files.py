@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from trainwright.integration.deepspeed import read_deepspeed
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.foreign_rates import foreign_rate
 
@@ -40,3 +42,51 @@ def test_parameters_of_a_schedule_of_another_kind_are_refused(text: str, message
     with pytest.raises(ConfigError) as caught:
         foreign_rate(text)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"wandb": {"enable": True}}, "wandb is not available"),
+        ({"csv_monitor": {"enabled": None}}, "say csv_monitor.enabled=false"),
+        ({"torch_autocast": {"dtype": "bfloat16"}}, "say torch_autocast.enabled=false"),
+        ({"compile": {"deepcompil": True}}, "say compile.deepcompile=false"),
+        ({"communication_data_type": []}, "communication_data_type must be one of fp32"),
+        ({"communication_data_type": {}}, "communication_data_type must be one of fp32"),
+        ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, "twice, once as bfloat16"),
+        ({"zero_optimization.sub_group_size": 1}, "unknown key zero_optimization.sub_group_size"),
+        ({"optimizer": {"type": "SGD", "params.fused": 1}}, "unknown key optimizer.params.fused"),
+    ],
+    ids=str,
+)
+def test_a_switch_that_is_mistyped_or_misplaced_is_refused(
+    block: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_deepspeed(block)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["wandb", "comms_logger", "flops_profiler", "autotuning"])
+def test_a_block_that_is_switched_off_is_told_to_have_no_effect(key: str) -> None:
+    reading = read_deepspeed({key: {"enabled": False, "debug": True}})
+
+    assert reading.leaves == {}
+    assert reading.notes == (f"{key} is not enabled: its other keys have no effect",)
+    assert read_deepspeed({key: {}}).notes == ()
+
+
+@pytest.mark.parametrize("block", [{}, {"stage": None}, {"stage": "auto"}], ids=str)
+def test_a_block_without_a_stage_leaves_it_to_the_option(block: dict[str, Any]) -> None:
+    given = {"zero": 2, "layout": "dp=2"}
+    config = read_deepspeed({"zero_optimization": {**block, "reduce_bucket_size": 8}}, given).config
+
+    assert (config.parallel.zero, config.parallel.reduce) == (2, "microbatch")
+    assert config.parallel.bucket_bytes == 32
+
+
+def test_auto_leaves_the_dtype_of_communication_to_the_option() -> None:
+    block = {"communication_data_type": "auto"}
+
+    assert read_deepspeed(block).leaves == {}
+    assert read_deepspeed(block, {"reduce_dtype": "bfloat16"}).leaves["reduce_dtype"] == "bfloat16"

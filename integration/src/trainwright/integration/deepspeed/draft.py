@@ -92,7 +92,9 @@ def translate(draft: Draft, words: Mapping[str, Word], block: object, path: str 
     if not isinstance(block, Mapping):
         raise ConfigError(f"{path or 'the configuration'} must be a block, got {block!r}")
     inside = f"{path}." if path else ""
-    ignored = {k.removeprefix(inside): why for k, why in IGNORED.items() if k.startswith(inside)}
+    # A key with dots in its name is not the key of the block that it looks like.
+    paths = {tuple(name.rpartition(".")[::2]): why for name, why in IGNORED.items()}
+    ignored = {name: why for (outer, name), why in paths.items() if outer == path}
     for key, value in block.items():
         if key in ignored:
             draft.notes.append(f"{inside}{key} is ignored: {ignored[key]}")
@@ -137,13 +139,20 @@ def refused(why: str) -> Word:
 
 
 def off(why: str, switch: str = "enabled") -> Word:
-    """Return a block that may be there as long as it is switched off."""
+    """Return a block that may be there as long as it is switched off, in so many words.
+
+    Other keys without the switch are refused: it may be there under a mistyped name.
+    """
 
     def word(draft: Draft, key: str, value: Any) -> None:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{key} must be a block, got {shown(value)}")
-        if value.get(switch, False) is not False:
-            raise ConfigError(f"{key} is not available: {why}; leave it out")
+        if value and value.get(switch) is not False:
+            raise ConfigError(
+                f"{key} is not available: {why}; leave it out, or say {key}.{switch}=false"
+            )
+        if len(value) > 1:
+            draft.notes.append(f"{key} is not enabled: its other keys have no effect")
 
     return word
 

@@ -35,7 +35,7 @@ def fp16(draft: Draft, key: str, block: Any) -> None:
 
 
 def bf16(draft: Draft, key: str, block: Any) -> None:
-    """Read ``bf16``: the dtype."""
+    """Read ``bf16``: the dtype. ``bfloat16`` is another name of it."""
     if _is_enabled(draft, key, block, "bfloat16"):
         translate(draft, _BF16, block, key)
 

@@ -59,6 +59,7 @@ IGNORED: Mapping[str, str] = {
     "optimizer.params.fused": "optimizers are fused where PyTorch has them so",
     "fp16.auto_cast": "inputs are tokens",
     "bf16.immediate_grad_update": _OWN,
+    "bfloat16.immediate_grad_update": _OWN,
     "activation_checkpointing.contiguous_memory_optimization": "the allocator places activations",
     "activation_checkpointing.synchronize_checkpoint_boundary": _OWN,
     "activation_checkpointing.profile": _LOG,

@@ -74,6 +74,8 @@ def read_deepspeed(
     draft = Draft(dict(flags or {}), drop_offload)
     try:
         block = source if isinstance(source, Mapping) else _from_file(Path(source))
+        if isinstance(block, Mapping) and {"bf16", "bfloat16"} <= block.keys():
+            raise ConfigError("bf16 is there twice, once as bfloat16; keep one")
         translate(draft, _WORDS, block)
         leaves = {**draft.flags, **draft.leaves()}
         RunConfig.of(**leaves)
@@ -94,7 +96,9 @@ def _from_file(path: Path) -> Any:
 
 def _communication(draft: Draft, key: str, value: Any) -> None:
     dtypes = {"fp32": None, "fp16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16"}
-    if value not in dtypes:
+    if value == AUTO:
+        return
+    if not isinstance(value, str) or value not in dtypes:
         raise ConfigError(f"{key} must be one of fp32, fp16, bf16, got {shown(value)}")
     if dtypes[value] is not None:
         draft.say("reduce_dtype", dtypes[value], key)

@@ -61,7 +61,11 @@ def _stage(draft: Draft, key: str, value: Any) -> int:
         value = draft.flags.get("zero")
         if value is None:
             raise ConfigError(f'{key}="auto" needs --zero')
-    stage = whole(0)(key, 0 if value is None else value)
+    if value is None:
+        # Who says nothing does not contradict an option.
+        draft.imply("zero", 0)
+        return int(draft.flags.get("zero") or 0)
+    stage = whole(0)(key, value)
     if stage > 3:
         raise ConfigError(f"{key} must be 0, 1, 2 or 3, got {stage}")
     draft.say("zero", stage, key)
