@@ -10,6 +10,7 @@ import pytest
 from trainwright.integration.deepspeed import read_deepspeed
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.foreign_rates import foreign_rate
+from trainwright.integration.rates import learning_rate
 
 
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
@@ -90,3 +91,70 @@ def test_auto_leaves_the_dtype_of_communication_to_the_option() -> None:
 
     assert read_deepspeed(block).leaves == {}
     assert read_deepspeed(block, {"reduce_dtype": "bfloat16"}).leaves["reduce_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        ("SGD", {"adam_w_mode": True}, "adam_w_mode is for Adam and AdamW, not for sgd"),
+        ("Lion", {"adam_w_mode": False}, "adam_w_mode is for Adam and AdamW, not for lion"),
+        ("AdamW", {"adam_w_mode": "no"}, "adam_w_mode must be true or false, got 'no'"),
+        ("Adam", {"adam_w_mode": 0}, "adam_w_mode must be true or false, got 0"),
+        ("Adam", [], "optimizer.params must be a block, got []"),
+        ("Adam", False, "optimizer.params must be a block, got false"),
+        ("Lion", {"eps": 1e-8}, "--eps is not used by --optimizer lion"),
+        ("AdamW", {"lr": 0}, "--lr must be positive"),
+        ("AdamW", {"betas": [0.9, None]}, "betas must be a finite number, got None"),
+    ],
+    ids=str,
+)
+def test_parameters_that_the_optimizer_does_not_have_are_refused(
+    kind: str, params: object, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_deepspeed({"optimizer": {"type": kind, "params": params}})
+    assert message in str(caught.value)
+
+
+def test_adamw_has_no_other_mode_and_says_so() -> None:
+    reading = read_deepspeed({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}})
+
+    assert reading.leaves["optimizer"] == "adamw"
+    assert "adam_w_mode has no effect" in " ".join(reading.notes)
+
+
+def test_a_rise_that_is_left_to_options_is_a_part_of_the_files_updates() -> None:
+    params = {"total_num_steps": 1e2, "warmup_num_steps": "auto", "warmup_type": "linear"}
+    block = {"scheduler": {"type": "WarmupDecayLR", "params": {**params, "warmup_max_lr": "auto"}}}
+
+    rise_of = {
+        rise: read_deepspeed(block, {"lr": 0.5, "warmup_fraction": part}).config
+        for rise, part in ((25, None), (40, 0.4))
+    }
+
+    for rise, config in rise_of.items():
+        rates = learning_rate(config.rate, config.optimizer.lr, config.steps)
+        assert config.steps == 100
+        assert rates(rise + 1) == 0.5 == max(rates(update) for update in range(100))
+        assert rates(rise) < 0.5
+
+
+def test_an_option_is_the_greatest_rate_where_the_file_is_silent() -> None:
+    params = {"total_num_steps": 9, "warmup_num_steps": 2, "warmup_type": "linear"}
+    block = {"scheduler": {"type": "WarmupDecayLR", "params": params}}
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+
+    config = read_deepspeed(block, {"lr": 3e-4}).config
+    silent = read_deepspeed({**adam, **block})
+
+    assert learning_rate(config.rate, config.optimizer.lr, config.steps)(3) == 3e-4
+    rates = learning_rate(silent.config.rate, silent.config.optimizer.lr, silent.config.steps)
+    assert rates(3) == 1e-3
+    assert "rates rise to 0.001, whatever lr the optimizer has" in " ".join(silent.notes)
+
+
+def test_an_option_that_a_schedule_does_not_read_is_told() -> None:
+    params = {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_momentum": False}
+    reading = read_deepspeed({"scheduler": {"type": "OneCycle", "params": params}}, {"lr": 3e-4})
+
+    assert reading.notes == ("--lr has no effect with OneCycle, which has rates of its own",)

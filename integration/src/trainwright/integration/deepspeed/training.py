@@ -43,7 +43,7 @@ def clipping(draft: Draft, key: str, value: Any) -> None:
 def optimizer(draft: Draft, key: str, block: Any) -> None:
     """Read ``optimizer``; ``Adam`` is AdamW unless ``adam_w_mode`` is false."""
     translate(draft, {"type": _passed, "params": _passed}, block, key)
-    params = block.get("params") or {}
+    params = {} if block.get("params") is None else block["params"]
     if not isinstance(params, Mapping):
         raise ConfigError(f"{key}.params must be a block, got {shown(params)}")
     kind = str(block.get("type"))
@@ -52,12 +52,22 @@ def optimizer(draft: Draft, key: str, block: Any) -> None:
         raise ConfigError(
             f"{key}.type {kind!r} is not available{near(kind.lower(), dict(_DEFAULTS))}"
         )
-    if name == "adam" and truth(f"{key}.params.adam_w_mode", params.get("adam_w_mode", True)):
-        name = "adamw"
+    name = _adam(draft, f"{key}.params.adam_w_mode", name, params.get("adam_w_mode"))
     draft.say("optimizer", name, f"{key}.type {kind}")
     for leaf, value in {"lr": _LR, **_DEFAULTS[name]}.items():
         draft.imply(leaf, value)
     translate(draft, _PARAMS, params, f"{key}.params")
+
+
+def _adam(draft: Draft, key: str, name: str, is_w_mode: Any) -> str:
+    """Return the name of the optimizer; AdamW has no other mode, and others have none."""
+    if is_w_mode is not None:
+        truth(key, is_w_mode)
+        if name not in ("adam", "adamw"):
+            raise ConfigError(f"{key} is for Adam and AdamW, not for {name}; leave it out")
+        if name == "adamw" and not is_w_mode:
+            draft.notes.append(f"{key} has no effect: only Adam has another mode than AdamW's")
+    return "adamw" if name == "adam" and is_w_mode in (None, True) else name
 
 
 def scheduler(draft: Draft, key: str, block: Any) -> None:
@@ -69,10 +79,12 @@ def scheduler(draft: Draft, key: str, block: Any) -> None:
     if not isinstance(params, Mapping):
         raise ConfigError(f"{key}.params must be a block, got {shown(params)}")
     path = f"{key}.params"
+    total = params.get("total_num_steps")
+    if total not in (None, AUTO):  # which a rise that is left to options may be a part of
+        params = {**params, "total_num_steps": whole(1)(f"{path}.total_num_steps", total)}
+        draft.say("steps", params["total_num_steps"], f"{path}.total_num_steps")
     values = {n: _filled(draft, path, n, v) for n, v in params.items() if v is not None}
-    if values.get("total_num_steps") is not None:
-        draft.say("steps", whole(1)(path, values["total_num_steps"]), f"{path}.total_num_steps")
-        values["total_num_steps"] = whole(1)(path, values["total_num_steps"])
+    _peak(draft, path, kind, values)
     if values.get("warmup_max_lr") is not None:
         draft.agrees("lr", values["warmup_max_lr"], f"{path}.warmup_max_lr")
     if "warmup_num_steps" in values:
@@ -81,6 +93,20 @@ def scheduler(draft: Draft, key: str, block: Any) -> None:
     text = json.dumps({"type": kind, "params": values})
     foreign_rate(text)
     draft.say("scheduler", text, f"{key}.type")
+
+
+def _peak(draft: Draft, path: str, kind: str, values: dict[str, Any]) -> None:
+    """Let an option say what the file leaves out; tell where another rate has no effect."""
+    if kind == "WarmupDecayLR" and "warmup_max_lr" not in values:
+        if draft.flags.get("lr") is not None:
+            values["warmup_max_lr"] = None
+        else:
+            draft.notes.append(
+                f"{path}.warmup_max_lr is left out: rates rise to 0.001, whatever lr the optimizer "
+                'has; say "auto" for that'
+            )
+    elif kind in ("OneCycle", "LRRangeTest") and draft.flags.get("lr") is not None:
+        draft.notes.append(f"--lr has no effect with {kind}, which has rates of its own")
 
 
 def _filled(draft: Draft, path: str, name: str, value: Any) -> Any:
