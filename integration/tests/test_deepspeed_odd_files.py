@@ -158,3 +158,16 @@ def test_an_option_that_a_schedule_does_not_read_is_told() -> None:
     reading = read_deepspeed({"scheduler": {"type": "OneCycle", "params": params}}, {"lr": 3e-4})
 
     assert reading.notes == ("--lr has no effect with OneCycle, which has rates of its own",)
+
+
+def test_a_device_that_is_left_open_is_that_of_the_option() -> None:
+    block = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "auto"}}}
+    mistyped = {"device": "auto", "pin_memry": True}
+
+    reading = read_deepspeed(block, {"offload": "optimizer"})
+
+    assert reading.config.parallel.offload == "optimizer"
+    assert "offload_optimizer has no effect: --offload says the device" in reading.notes[0]
+    assert read_deepspeed(block).config.parallel.offload == "none"
+    with pytest.raises(ConfigError, match=r"pin_memry.*did you mean 'pin_memory'"):
+        read_deepspeed({"zero_optimization": {"stage": 1, "offload_optimizer": mistyped}})

@@ -245,6 +245,17 @@ def test_settings_of_offload_without_effect_are_noted_with_the_reason() -> None:
     ]
 
 
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_a_folder_that_no_device_writes_to_is_noted(device: str) -> None:
+    block = {"device": device, "nvme_path": "/x", "ratio": 1 if device == "cpu" else 0.3}
+
+    notes = policy_from_deepspeed({"stage": 1, "offload_optimizer": block}).notes
+
+    said = f"has no effect: the device is {device}"
+    assert f"offload_optimizer.nvme_path {said}" in notes
+    assert (f"offload_optimizer.ratio {said}" in notes) == (device == "none")
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [
@@ -255,6 +266,8 @@ def test_settings_of_offload_without_effect_are_noted_with_the_reason() -> None:
         ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "all states are offloaded"),
         ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "once the norm is known"),
         ({"cpu_offload": 1.5}, "must be true or false"),
+        ({"cpu_offload": 1}, "must be true or false, got 1"),
+        ({"offload_optimizer": {"device": False}}, "must be none, cpu or nvme, got False"),
         ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, "an old name"),
         (
             {

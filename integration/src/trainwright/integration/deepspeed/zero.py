@@ -24,6 +24,7 @@ from trainwright.sharding import ShardingError
 from trainwright.sharding.data import (
     DEEPSPEED_REASONS,
     OFFLOAD_BLOCKS,
+    AskedOffload,
     offload_from_deepspeed,
 )
 
@@ -120,14 +121,16 @@ def _overlap(draft: Draft, key: str, value: Any) -> None:
 
 def _offload(draft: Draft, key: str, given: Mapping[str, Any], stage: int) -> None:
     """Set what does not stay on the device; a configuration may leave that to an option."""
-    present = [name for name in OFFLOAD_BLOCKS if given.get(name) not in (None, AUTO)]
-    if not present:
+    blocks = {n: given[n] for n in OFFLOAD_BLOCKS if given.get(n) not in (None, AUTO)}
+    for name, block in list(blocks.items()):
+        if isinstance(block, Mapping) and block.get("device") == AUTO:
+            _asked(key, {name: {**block, "device": "none"}}, stage)  # names must be right
+            draft.notes.append(f"{key}.{name} has no effect: --offload says the device")
+            del blocks[name]
+    if not blocks:
         return
-    named = " and ".join(f"{key}.{name}" for name in present)
-    try:
-        asked = offload_from_deepspeed({name: given[name] for name in present}, stage)
-    except ShardingError as error:
-        raise ConfigError(f"{key}: {error}") from error
+    named = " and ".join(f"{key}.{name}" for name in blocks)
+    asked = _asked(key, blocks, stage)
     where = {
         "device": "none",
         "host": "parameters" if asked.weights else "optimizer",
@@ -139,6 +142,13 @@ def _offload(draft: Draft, key: str, given: Mapping[str, Any], stage: int) -> No
         return
     draft.notes.extend(f"{key}.{note}" for note in asked.notes)
     draft.say("offload", where, named)
+
+
+def _asked(key: str, blocks: Mapping[str, Any], stage: int) -> AskedOffload:
+    try:
+        return offload_from_deepspeed(blocks, stage)
+    except ShardingError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _read_together(draft: Draft, key: str, value: Any) -> None:

@@ -99,7 +99,7 @@ def _read(key: str, old: str, given: Mapping[str, Any], notes: list[str]) -> tup
     """Return a device, and the folder of a file."""
     block = given.get(key)
     flag = given.get(old)
-    if flag not in (None, True, False):
+    if flag is not None and not isinstance(flag, bool):
         raise ShardingError(f"{old} must be true or false, got {flag!r}")
     if flag:
         if block is not None:
@@ -109,7 +109,7 @@ def _read(key: str, old: str, given: Mapping[str, Any], notes: list[str]) -> tup
         return "none", None
     if not isinstance(block, Mapping):
         raise ShardingError(f"{key} must be a block such as {{'device': 'cpu'}}, got {block!r}")
-    device = block.get("device") or "none"
+    device = "none" if block.get("device") is None else block["device"]
     if device not in ("none", "cpu", "nvme"):
         raise ShardingError(f"{key}.device must be none, cpu or nvme, got {device!r}")
     for name, value in block.items():
@@ -128,9 +128,11 @@ def _check(key: str, name: str, value: Any, device: str, notes: list[str]) -> No
         near = difflib.get_close_matches(str(name), known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ShardingError(f"{key} has no setting {name!r}{hint}")
-    if value is None or device == "none":
+    if value is None or name == "device":
         return
-    if name in _IGNORED:
+    if device == "none" or (name == "nvme_path" and device != "nvme"):
+        notes.append(f"{key}.{name} has no effect: the device is {device}")
+    elif name in _IGNORED:
         notes.append(f"{key}.{name} is ignored: {_IGNORED[name]}")
     elif name in _REFUSED and value != _REFUSED[name][0]:
         raise NotAvailableError(f"{key}.{name}={value} is not available: {_REFUSED[name][1]}")
