@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.serial import GROUPED, text
+from trainwright.checkpointing.activations.offload import HostMemory
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.deepspeed import read_deepspeed
 from trainwright.integration.model import Block
@@ -92,16 +94,36 @@ def test_without_overlap_nothing_is_announced_and_the_result_is_the_same(
     assert all(torch.equal(with_overlap[name], without[name]) for name in without)
 
 
-@pytest.mark.parametrize(("elements", "live"), [(0, 1), (5e8, 2)])
-def test_prefetching_bounds_the_layers_that_are_whole_at_once(elements: float, live: int) -> None:
-    block = {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": elements}}
-    config = read_deepspeed(block, {"layout": "dp=2"}).config
-    assert min(config.parallel.live_units or 0, 2) == live
+@pytest.mark.parametrize("key", ["stage3_prefetch_bucket_size", "stage3_max_live_parameters"])
+def test_layers_are_fetched_ahead_as_far_as_the_file_says(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = threading.local()  # ranks are threads
+    forward, init = Block.forward, RecordingCommunicator.__init__
 
-    ahead = run(block, weights)
-    usual = run({"zero_optimization": {"stage": 3}}, weights)
+    def began(self: RecordingCommunicator, world: Any, calls: list[RecordedCall]) -> None:
+        init(self, world, calls)
+        if not hasattr(own, "calls"):
+            own.calls, own.gathers = calls, []
 
-    assert all(torch.equal(ahead[name], usual[name]) for name in usual)
+    def counted(self: Block, *arguments: Any, **named: Any) -> Any:
+        own.gathers.append(sum(call.operation == "all_gather" for call in own.calls))
+        return forward(self, *arguments, **named)
+
+    monkeypatch.setattr(RecordingCommunicator, "__init__", began)
+    monkeypatch.setattr(Block, "forward", counted)
+
+    def seen(parts: Parts, *_: object) -> tuple[int, dict[str, torch.Tensor]]:
+        first, second = own.gathers[-2:]  # the order is known by then
+        return second - first, weights(parts)
+
+    (alone, one), (ahead, two) = (
+        run({"zero_optimization": {"stage": 3, key: elements}}, seen) for elements in (0, 5e8)
+    )
+
+    assert alone > 0  # the second layer is fetched behind the first one
+    assert ahead == 0  # or was already
+    assert all(torch.equal(one[name], two[name]) for name in two)
 
 
 def test_gradients_travel_in_the_dtype_of_communication() -> None:
@@ -121,6 +143,7 @@ def test_the_loss_scale_follows_the_numbers_of_the_file() -> None:
             "loss_scale_window": 2,
             "hysteresis": 3,
             "min_loss_scale": 2,
+            "consecutive_hysteresis": True,
         }
     }
 
@@ -132,6 +155,7 @@ def test_the_loss_scale_follows_the_numbers_of_the_file() -> None:
 
     assert dynamic["scale"] == 2.0**5  # three clean steps, the second of which doubles it
     assert (dynamic["growth_interval"], dynamic["hysteresis"], dynamic["min_scale"]) == (2, 3, 2.0)
+    assert dynamic["hysteresis_refills"] is True
     assert static["scale"] == 8.0
 
 
@@ -167,6 +191,31 @@ def test_the_optimizer_is_that_of_the_file() -> None:
     assert {"betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3} in told
 
 
+@pytest.mark.parametrize(
+    ("kind", "classes", "said"),
+    [
+        ("SGD", {"SGD"}, {"momentum": 0.5, "nesterov": True, "weight_decay": 0.3}),
+        ("Lion", {"Lion"}, {"betas": (0.8, 0.9), "weight_decay": 0.3}),
+        ("Muon", {"AdamW", "WholeMatrices"}, {"momentum": 0.5, "weight_decay": 0.3}),
+    ],
+)
+def test_other_optimizers_are_those_of_the_file(
+    kind: str, classes: set[str], said: dict[str, Any]
+) -> None:
+    def groups(parts: Parts, *_: object) -> Any:
+        kinds = {type(member.optimizer).__name__ for member in parts.optimizer.members}
+        found = [{n: group.get(n) for n in said} for group in parts.optimizer.param_groups]
+        return kinds, found, weights(parts)
+
+    params = {n: list(v) if isinstance(v, tuple) else v for n, v in said.items()}
+    kinds, found, moved = run({"optimizer": {"type": kind, "params": params}}, groups)
+    *_, farther = run({"optimizer": {"type": kind, "params": {**params, "lr": 0.1}}}, groups)
+
+    assert kinds == classes
+    assert said in found
+    assert any(not torch.equal(moved[name], farther[name]) for name in moved)
+
+
 def test_updates_have_the_rates_of_the_files_schedule() -> None:
     block = {
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -178,7 +227,19 @@ def test_updates_have_the_rates_of_the_files_schedule() -> None:
     assert run(block, rates) == pytest.approx([0.001, 0.001, 0.0055])
 
 
-def test_layers_are_computed_again_as_the_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        {"activation_checkpointing": {"partition_activations": True}},
+        {"activation_checkpointing": {"number_checkpoints": SHAPE.layers}},
+        {"pipeline": {"activation_checkpoint_interval": 1}},
+    ],
+    ids=str,
+)
+def test_layers_are_computed_again_as_the_file_says(
+    block: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     counts = []
     forward = Block.forward
 
@@ -189,10 +250,38 @@ def test_layers_are_computed_again_as_the_file_says(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Block, "forward", counted)
     usual = run({}, weights)
     once = len(counts)
-    again = run({"activation_checkpointing": {"cpu_checkpointing": True}}, weights)
+    again = run(block, weights)
 
     assert len(counts) - once == 2 * once
     assert all(torch.equal(again[name], usual[name]) for name in usual)
+
+
+def test_what_backward_needs_waits_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    store = HostMemory.store
+
+    def counted(self: HostMemory, elements: torch.Tensor) -> Any:
+        kept.append(elements.numel())
+        return store(self, elements)
+
+    monkeypatch.setattr(HostMemory, "store", counted)
+
+    run({"activation_checkpointing": {"number_checkpoints": 2}}, weights)
+    assert kept == []
+    run({"activation_checkpointing": {"cpu_checkpointing": True}}, weights)
+    assert len(kept) >= 2 * 3 * SHAPE.layers
+
+
+def test_tensor_parallel_ranks_have_a_part_of_the_activations() -> None:
+    def operations(_: Parts, calls: list[RecordedCall], records: list[StepRecord]) -> Any:
+        return {call.operation for call in calls}, [record.loss for record in records]
+
+    block = {"activation_checkpointing": {"partition_activations": True}}
+    whole, usual = run({}, operations, layout="tp=2")
+    cut, losses = run(block, operations, layout="tp=2")
+
+    assert "reduce_scatter" in cut - whole
+    assert losses == pytest.approx(usual, rel=1e-5)
 
 
 def test_dtypes_of_the_file_are_those_of_the_weights() -> None:
@@ -200,6 +289,7 @@ def test_dtypes_of_the_file_are_those_of_the_weights() -> None:
         return {p.dtype for stage in parts.model.stages.values() for p in stage.parameters()}
 
     assert torch.bfloat16 in run({"bf16": {"enabled": True}}, dtypes)
+    assert torch.float16 in run({"fp16": {"enabled": True}}, dtypes)
     assert torch.bfloat16 not in run({"bf16": {"enabled": "auto"}}, dtypes)
 
 
