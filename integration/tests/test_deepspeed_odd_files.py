@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -171,3 +172,101 @@ def test_a_device_that_is_left_open_is_that_of_the_option() -> None:
     assert read_deepspeed(block).config.parallel.offload == "none"
     with pytest.raises(ConfigError, match=r"pin_memry.*did you mean 'pin_memory'"):
         read_deepspeed({"zero_optimization": {"stage": 1, "offload_optimizer": mistyped}})
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "count", "sizes"),
+    [
+        (64, 4, None, (64, 4, 4)),
+        (64, None, None, (64, 16, 1)),
+        (None, 4, 2, (32, 4, 2)),
+        ("auto", 4, 2, (32, 4, 2)),
+        (64, None, 8, (64, 2, 8)),
+        (30, 4, None, "global_batch=30 must be a multiple of micro_batch=4 * dp=4 = 16"),
+        (2, 4, None, "global_batch=2 must be a multiple of micro_batch=4 * dp=4 = 16"),
+        (64, 4, 3, "global_batch=64 must be micro_batch=4 * microbatches=3 * dp=4 = 48"),
+    ],
+)
+def test_sizes_of_batches_multiply_out_over_data_ranks_alone(
+    total: object, micro: int | None, count: int | None, sizes: tuple[int, ...] | str
+) -> None:
+    block = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": count,
+    }
+    config = read_deepspeed(block, {"layout": "dp=4,tp=2"}).config
+
+    if isinstance(sizes, str):
+        with pytest.raises(ConfigError) as caught:
+            _ = config.sizes
+        assert sizes in str(caught.value)
+    else:
+        found = config.sizes
+        assert (found.global_batch, found.micro_batch, found.microbatches) == sizes
+
+
+def test_accumulation_that_an_option_says_makes_as_many_updates_as_the_schedule_has() -> None:
+    params = {"total_num_steps": "auto", "warmup_num_steps": 2, "cos_min_ratio": 0.1}
+    block = {
+        "train_micro_batch_size_per_gpu": 1,
+        "scheduler": {"type": "WarmupCosineLR", "params": params},
+    }
+    # 20 microbatches, two of which make an update.
+    config = read_deepspeed(block, {"microbatches": 2, "steps": 10, "lr": 1.0}).config
+
+    rates = learning_rate(config.rate, config.optimizer.lr, config.steps)
+    fall = [rates(update) for update in range(2, config.steps + 1)]
+
+    assert config.sizes.microbatches == 2
+    assert fall[-1] == pytest.approx(0.1)  # which DeepSpeed's steps reach behind the last update
+    assert all(one > other for one, other in itertools.pairwise(fall[1:]))
+
+
+@pytest.mark.parametrize(
+    ("block", "flags", "message"),
+    [
+        ({"pipeline": {"stages": 2}}, {}, "pipeline.stages says 2 and --layout has pp=1"),
+        ({"sequence_parallel_size": 2}, {"layout": "cp=4"}, "says 2 and --layout has cp=4"),
+        ({"pipeline": {"partition": "uniform"}}, {}, "must be 'best', got 'uniform'"),
+        ({"managed_gradient_accumulation": False}, {}, "must be true, got false"),
+        ({"gradient_allreduce_op": "sum"}, {}, "must be 'mean', got 'sum'"),
+        ({"fp16": {"enabled": True, "hysteresis": 0}}, {}, "hysteresis must be a whole number"),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, {"loss_scale": 8.0}, "--loss-scale says 8"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, {}, "must be false"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, {}, "must be true, got false"),
+        ({"zero_optimization": {"reduce_scatter": False}}, {}, "must be true, got false"),
+        ({"zero_optimization": {"legacy_stage1": True}}, {}, "must be false, got true"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, {}, "must be false, got true"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, {}, "must be 1, got 8"),
+        ({"zero_optimization": {"zenflow": {}}}, {}, "every update uses every gradient"),
+        ({"zero_optimization": {"overlap_comm": 1}}, {}, "must be true or false, got 1"),
+        ({"zero_optimization": {"stage": "2"}}, {}, "must be a finite number, got '2'"),
+        ({"zero_optimization": {"grad_hooks": True}}, {}, "unknown key"),
+        ({"checkpoint": {"use_node_local_storage": True}}, {}, "must be false, got true"),
+        ({"checkpoint": {"writer": {}}}, {}, "--async-save"),
+        ({"tensor_parallel": {"autotp_size": 2}}, {}, "say tp in --layout"),
+        ({"tensorboard": {"enabld": True}}, {}, "did you mean tensorboard.enabled"),
+    ],
+    ids=str,
+)
+def test_what_the_run_does_otherwise_is_refused(
+    block: dict[str, Any], flags: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_deepspeed(block, flags)
+    assert message in str(caught.value)
+
+
+def test_what_the_run_does_anyway_is_accepted() -> None:
+    block = {
+        "pipeline": {"stages": 2, "partition": "best"},
+        "sequence_parallel_size": 2,
+        "managed_gradient_accumulation": True,
+        "gradient_allreduce_op": "mean",
+        "zero_optimization": {"reduce_scatter": True, "allgather_partitions": True}
+        | {"zero_hpz_partition_size": 1, "contiguous_gradients": True},
+    }
+    flags = {"layout": "cp=2,pp=2"}
+
+    assert read_deepspeed(block, flags).leaves == {**flags, "zero": 0}
