@@ -270,3 +270,12 @@ def test_what_the_run_does_anyway_is_accepted() -> None:
     flags = {"layout": "cp=2,pp=2"}
 
     assert read_deepspeed(block, flags).leaves == {**flags, "zero": 0}
+
+
+def test_dropping_offload_contradicts_the_option_that_asks_for_it() -> None:
+    block = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+
+    with pytest.raises(ConfigError, match="--drop-offload leaves all on the device and --offload"):
+        read_deepspeed(block, {"offload": "optimizer"}, drop_offload=True)
+    kept = read_deepspeed(block, {"offload": "none"}, drop_offload=True)
+    assert kept.config.parallel.offload == "none"

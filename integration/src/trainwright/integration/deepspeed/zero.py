@@ -119,12 +119,12 @@ def _overlap(draft: Draft, key: str, value: Any) -> None:
         draft.say("overlap", truth(key, value), key)
 
 
-def _offload(draft: Draft, key: str, given: Mapping[str, Any], stage: int) -> None:
+def _offload(draft: Draft, key: str, block: Mapping[str, Any], stage: int) -> None:
     """Set what does not stay on the device; a configuration may leave that to an option."""
-    blocks = {n: given[n] for n in OFFLOAD_BLOCKS if given.get(n) not in (None, AUTO)}
-    for name, block in list(blocks.items()):
-        if isinstance(block, Mapping) and block.get("device") == AUTO:
-            _asked(key, {name: {**block, "device": "none"}}, stage)  # names must be right
+    blocks = {n: block[n] for n in OFFLOAD_BLOCKS if block.get(n) not in (None, AUTO)}
+    for name, asks in list(blocks.items()):
+        if isinstance(asks, Mapping) and asks.get("device") == AUTO:
+            _asked(key, {name: {**asks, "device": "none"}}, stage)  # names must be right
             draft.notes.append(f"{key}.{name} has no effect: --offload says the device")
             del blocks[name]
     if not blocks:
@@ -137,6 +137,11 @@ def _offload(draft: Draft, key: str, given: Mapping[str, Any], stage: int) -> No
         "file": f"{NVME}{asked.folder}",
     }[asked.states]
     if draft.drop_offload:
+        if (given := draft.flags.get("offload")) not in (None, "none"):
+            raise ConfigError(
+                f"--drop-offload leaves all on the device and --offload says {given}; say one of "
+                "them"
+            )
         if where != "none":
             draft.notes.append(f"{named} to {where} is dropped: all stays on the device")
         return
