@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from typing import Any
 
 import pytest
 
 from trainwright.integration.deepspeed import read_deepspeed
+from trainwright.integration.deepspeed.activations import _PIPELINE as PIPELINE_WORDS
+from trainwright.integration.deepspeed.activations import _WORDS as ACTIVATION_WORDS
+from trainwright.integration.deepspeed.formats import _BF16 as BF16_WORDS
+from trainwright.integration.deepspeed.formats import _FP16 as FP16_WORDS
+from trainwright.integration.deepspeed.reading import _WORDS as READING_WORDS
+from trainwright.integration.deepspeed.training import _PARAMS as PARAMS_WORDS
+from trainwright.integration.deepspeed.zero import _WORDS as ZERO_WORDS
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.foreign_rates import foreign_rate
 from trainwright.integration.rates import learning_rate
@@ -279,3 +287,74 @@ def test_dropping_offload_contradicts_the_option_that_asks_for_it() -> None:
         read_deepspeed(block, {"offload": "optimizer"}, drop_offload=True)
     kept = read_deepspeed(block, {"offload": "none"}, drop_offload=True)
     assert kept.config.parallel.offload == "none"
+
+
+SCHEDULE = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps")
+ODD = [None, "auto", "x", "", [], {}, {"x": 1}, [1, 2], -1, 0, 1.5, 1e300, 10**400, math.nan, True]
+SWITCHED: dict[str, dict[str, Any]] = {
+    "fp16": {"enabled": True},
+    "bf16": {"enabled": True},
+    "optimizer.params": {},
+    "scheduler.params": {"total_num_steps": 9},
+    "zero_optimization": {"stage": 3},
+    "activation_checkpointing": {},
+    "pipeline": {},
+    "tensorboard": {},
+    "checkpoint": {},
+}
+
+
+def _nested(path: str, value: object) -> dict[str, Any]:
+    """Return a file with a value in a place."""
+    *outer, key = path.split(".")
+    block = {**SWITCHED.get(".".join(outer), {}), key: value}
+    for name in reversed(outer):
+        types = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupDecayLR"}}
+        block = {name: {**types.get(name, {}), **block}} if name != "params" else {name: block}
+    return block
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *READING_WORDS,
+        *(f"fp16.{key}" for key in FP16_WORDS),
+        *(f"bf16.{key}" for key in BF16_WORDS),
+        *(f"zero_optimization.{key}" for key in ZERO_WORDS),
+        *(f"zero_optimization.offload_optimizer.{key}" for key in ("device", "nvme_path", "ratio")),
+        *(f"optimizer.params.{key}" for key in PARAMS_WORDS),
+        *(f"scheduler.params.{key}" for key in SCHEDULE),
+        *(f"activation_checkpointing.{key}" for key in ACTIVATION_WORDS),
+        *(f"pipeline.{key}" for key in PIPELINE_WORDS),
+        "tensorboard.enabled",
+        "optimizer.type",
+        "scheduler.type",
+        "checkpoint.writer",
+    ],
+)
+def test_a_value_of_any_kind_is_read_or_refused_by_name(path: str) -> None:
+    name = path.rpartition(".")[2].removeprefix("stage3_")
+    for value in ODD:
+        for flags in ({}, {"layout": "dp=2", "lr": 0.5, "steps": 9, "zero": 3}):
+            try:
+                read_deepspeed(_nested(path, value), flags)
+            except ConfigError as error:
+                words = str(error).replace("-", "_")
+                assert name in words
+
+
+def test_a_file_is_told_in_its_own_words_what_is_out_of_range() -> None:
+    block = {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}
+
+    with pytest.raises(ConfigError) as caught:
+        read_deepspeed(block)
+
+    assert "optimizer.params.betas: --beta2 must be from 0 to below 1, got 1.5" in str(caught.value)
+
+
+@pytest.mark.parametrize(("decay", "told"), [(0.1, True), (0, False), ("auto", False)])
+def test_a_decay_that_norms_do_not_have_here_is_told(decay: object, told: bool) -> None:
+    params = {"weight_decay": decay}
+    notes = read_deepspeed({"optimizer": {"type": "AdamW", "params": params}}).notes
+
+    assert any("weight_decay is that of matrices alone" in note for note in notes) == told

@@ -29,6 +29,7 @@ from trainwright.integration.deepspeed.training import clipping, optimizer, sche
 from trainwright.integration.deepspeed.zero import zero_optimization
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.outside_files import read_text
+from trainwright.integration.values import option
 
 
 @attrs.frozen
@@ -78,10 +79,20 @@ def read_deepspeed(
             raise ConfigError("bf16 is there twice, once as bfloat16; keep one")
         translate(draft, _WORDS, block)
         leaves = {**draft.flags, **draft.leaves()}
-        RunConfig.of(**leaves)
+        _check(draft, leaves)
     except ConfigError as error:
         raise ConfigError(f"{named}: {error}") from error
     return Reading(leaves, tuple(draft.notes))
+
+
+def _check(draft: Draft, leaves: Mapping[str, Any]) -> None:
+    try:
+        RunConfig.of(**leaves)
+    except ConfigError as error:
+        # It names options; the file has other words for them.
+        words = str(error).split()
+        keys = [key for leaf, (_, key) in draft.said.items() if option(leaf) in words]
+        raise ConfigError(f"{', '.join(keys)}: {error}" if keys else str(error)) from error
 
 
 def _from_file(path: Path) -> Any:

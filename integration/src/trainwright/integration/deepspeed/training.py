@@ -133,6 +133,12 @@ def _passed(draft: Draft, key: str, value: Any) -> None:
     """Read later."""
 
 
+def _decay(draft: Draft, key: str, value: Any) -> None:
+    sets("weight_decay", number_of)(draft, key, value)
+    if value not in (AUTO, 0):
+        draft.notes.append(f"{key} is that of matrices alone: norms and biases do not decay")
+
+
 def _betas(draft: Draft, key: str, value: Any) -> None:
     if value == AUTO:
         return
@@ -146,7 +152,7 @@ _PARAMS: Mapping[str, Word] = {
     "lr": sets("lr", number_of),
     "betas": _betas,
     "eps": sets("eps", number_of),
-    "weight_decay": sets("weight_decay", number_of),
+    "weight_decay": _decay,
     "momentum": sets("momentum", number_of),
     "nesterov": sets("nesterov", truth),
     "adam_w_mode": _passed,
