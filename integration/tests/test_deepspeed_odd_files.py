@@ -64,6 +64,8 @@ def test_parameters_of_a_schedule_of_another_kind_are_refused(text: str, message
         ({"communication_data_type": []}, "communication_data_type must be one of fp32"),
         ({"communication_data_type": {}}, "communication_data_type must be one of fp32"),
         ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, "twice, once as bfloat16"),
+        ({"sub_group_size": 1}, "unknown key sub_group_size"),
+        ({"optimizer": {"type": "SGD", "fused": True}}, "unknown key optimizer.fused"),
         ({"zero_optimization.sub_group_size": 1}, "unknown key zero_optimization.sub_group_size"),
         ({"optimizer": {"type": "SGD", "params.fused": 1}}, "unknown key optimizer.params.fused"),
     ],
