@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
+from trainwright.integration.feed import GlobalBatch
 from trainwright.integration.flops import Spans
 from trainwright.integration.parts import Parts, Progress
 from trainwright.integration.recovering import guards_state, recovery_of
@@ -83,14 +84,7 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
             batch.inputs, divisor=batch.divisor, loss_scale=scale, timed=parts.is_measured(made)
         )
         parts.model.wait()
-        totals = one_norm(
-            parts.mesh,
-            parts.model.pieces.values(),
-            loss_sum=result.loss_sum,
-            tokens=batch.tokens * parts.counts_tokens,
-            verdict=parts.stop.level,
-            num_verdicts=parts.stop.num_levels,
-        )
+        totals = _summed(parts, batch, result)
         report = parts.stop.read(progress.step, totals, scale, parts.signals.heard())
         # Read where the host has waited anyway: later it would wait for the update too.
         spans = batch.spans()
@@ -115,6 +109,18 @@ def train(parts: Parts, progress: Progress, observers: Sequence[Observer] = ()) 
         )
         for observe in observers:
             observe(record)
+
+
+def _summed(parts: Parts, batch: GlobalBatch, result: StepResult) -> StepTotals:
+    """Return norm, loss, tokens and verdict of all ranks."""
+    return one_norm(
+        parts.mesh,
+        parts.model.pieces.values(),
+        loss_sum=result.loss_sum,
+        tokens=batch.tokens * parts.counts_tokens,
+        verdict=parts.stop.level,
+        num_verdicts=parts.stop.num_levels,
+    )
 
 
 def _judged(
