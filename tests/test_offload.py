@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from trainwright.integration.parts import Parts, assemble
 from trainwright.integration.recipe import StepRecord, train
 from trainwright.integration.recovering import describe_snapshots
 from trainwright.integration.training_state import restore_state, save_state
+from trainwright.sharding.offload import FileStore, OffloadError
 from trainwright.stability_guards import Verdict
 
 SHAPE = attrs.evolve(GROUPED, layers=2)
@@ -57,9 +58,11 @@ def run(
 ) -> list[tuple[Kept, list[tuple[float, float, Verdict]]]]:
     """Train; return what each rank keeps, and its steps."""
     config = RunConfig.of(**{**SHORT, **leaves})
+    layers = SHAPE.layers * (2 if config.parallel.schedule == "zb-v" else 1)
+    shape = attrs.evolve(SHAPE, tied=config.model.shape.tied, layers=layers)
 
     def work(world: Communicator) -> tuple[Kept, list[tuple[float, float, Verdict]]]:
-        parts = assemble(config, world, text(), SHAPE)
+        parts = assemble(config, world, text(), shape)
         progress = parts.start()
         if load is not None:
             found = restore_state(store_of(parts, load), parts)
@@ -106,6 +109,8 @@ RUNS: list[dict[str, Any]] = [
     {"layout": "dp=2,pp=2", "zero": 3, "microbatches": 2, "model": "tiny-tied"},
     {"layout": "dp=1", "zero": 3, "optimizer": "lion", "lr": 1e-4, "qk_clip": 0.05},
     {"layout": "dp=1", "zero": 0, "optimizer": "sgd", "lr": 1e-2},
+    # One rank has both ends of the model, which share a weight: it makes one model, the other two.
+    {"layout": "pp=2", "zero": 1, "schedule": "zb-v", "microbatches": 2, "model": "tiny-tied"},
 ]
 
 
@@ -276,6 +281,32 @@ def test_an_optimizer_of_yours_that_sees_wholes_is_refused_with_offload() -> Non
     said = LocalWorld(2, timeout_s=60.0).run(work)
 
     assert all("the optimizer of yours has to see whole parameters" in text for text in said)
+
+
+def test_space_that_one_stage_of_a_pipeline_lacks_is_refused_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = {"layout": "dp=2,pp=2", "microbatches": 2, "zero": 1, "offload": f"nvme:{tmp_path}"}
+    config = RunConfig.of(**{**SHORT, **leaves})
+    usual = FileStore.reserve
+    asked: list[FileStore] = []
+
+    def not_at_first(store: FileStore, sizes: Iterable[int]) -> None:
+        asked.append(store)
+        if asked[0] is store:
+            raise OffloadError("the disk is full")
+        usual(store, sizes)
+
+    monkeypatch.setattr(FileStore, "reserve", not_at_first)
+
+    def work(world: Communicator) -> str:
+        with pytest.raises(ConfigError) as caught:
+            assemble(config, world, text(), SHAPE)
+        return str(caught.value)
+
+    said = LocalWorld(4, timeout_s=60.0).run(work)
+
+    assert all("the disk is full" in text for text in said)
 
 
 def test_a_folder_that_one_rank_cannot_write_to_is_refused_on_every_rank(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from trainwright.sharding import MeshShape, ShardingError
 from trainwright.sharding.memory import (
+    Away,
     KINDS,
     BytesPerParameter,
     Chunk,
@@ -52,6 +53,7 @@ def chunk_of(
     stage: int = 0,
     each: BytesPerParameter = MIXED,
     alignment: int = 1,
+    away: Away | None = None,
 ) -> Chunk:
     """The only stage of a pipeline rank."""
     places = layout.places(rank)
@@ -59,7 +61,7 @@ def chunk_of(
     stages = slices_of(range(n * per, (n + 1) * per) for n in range(layout.pp))
     part = stages[places["pp"]]
     held = parameters_of(shape, layout, [part], tp_rank=places["tp"])
-    sharing = Sharing(stage, alignment=alignment)
+    sharing = Sharing(stage, alignment=alignment, away=away)
     return Chunk(part, buckets_of(held, layout, rank, sharing, each))
 
 
@@ -273,6 +275,14 @@ def test_the_table_has_a_line_a_rank_and_a_column_a_kind_that_is_used() -> None:
     assert "6815744" in memory_table({"first": MEMORY}, unit="B")
 
 
+def test_the_table_says_what_is_not_on_the_device_behind_the_total() -> None:
+    table = memory_table({"first": attrs.evolve(MEMORY, host=2**20), "last": MEMORY})
+
+    lines = [line.split() for line in table.splitlines()]
+    assert lines[0][-5:] == ["total", "in", "host", "most", "during"]
+    assert [line[-4:-2] for line in lines[1:]] == [["6.50", "1.00"], ["6.50", "0.00"]]
+
+
 def test_the_picture_has_a_bar_a_kind_whose_widths_are_the_bytes() -> None:
     picture = memory_svg({"a & b": MEMORY}, limit_bytes=10 * 2**20, title="<model>")
 
@@ -294,6 +304,59 @@ def test_the_picture_has_a_bar_a_kind_whose_widths_are_the_bytes() -> None:
     assert any(line.get("stroke-dasharray") for line in root.iter(f"{space}line"))
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_states_that_are_away_take_on_the_host_what_they_take_on_the_device(stage: int) -> None:
+    here, away, in_file = (away_at(stage, away) for away in (None, Away(), Away(in_file=True)))
+    # Below stage 2 the device keeps whole gradients, and the host this rank's part of their sums.
+    sums = here.gradients // (4 if stage == 1 else 1)
+
+    assert (away.states, away.weights) == (0, here.weights)
+    assert away.gradients == (here.gradients if stage < 2 else 0)
+    assert away.host == here.states + sums + wide_masters(stage)
+    assert in_file.file == away.host - COUNTED.per_piece * pieces(stage)
+    assert in_file.total == away.total
+
+
+def test_weights_that_are_away_leave_nothing_on_the_device_between_uses() -> None:
+    here, away = away_at(3, None), away_at(3, Away(weights=True))
+
+    assert away.model_states == 0
+    assert away.host == here.model_states + wide_masters(3)
+
+
+@pytest.mark.parametrize("layers", [4, 40])
+def test_three_units_of_a_file_are_in_memory_however_many_there_are(layers: int) -> None:
+    shape = attrs.evolve(DENSE, layers=layers, vocabulary=8)
+    chunk = chunk_of(shape, MeshShape(dp=2), 0, stage=3, away=Away(weights=True, in_file=True))
+    largest = max(bucket.elsewhere.kept for bucket in chunk.buckets)
+
+    held = memory(shape, [chunk], [], KEPT)
+
+    assert held.host == 3 * largest
+    assert held.file == sum(bucket.elsewhere.kept for bucket in chunk.buckets)
+
+
+COUNTED = attrs.evolve(MIXED, per_piece=4)
+
+
+def away_chunk(stage: int, away: Away | None) -> Chunk:
+    return chunk_of(DENSE, MeshShape(dp=4), 0, stage=stage, each=COUNTED, away=away)
+
+
+def away_at(stage: int, away: Away | None) -> RankMemory:
+    return memory(DENSE, [away_chunk(stage, away)], [], KEPT)
+
+
+def pieces(stage: int) -> int:
+    return sum(bucket.pieces for bucket in away_chunk(stage, None).buckets)
+
+
+def wide_masters(stage: int) -> int:
+    """Bytes of masters that are the weights themselves on the device, and a copy on the host."""
+    buckets = away_chunk(stage, None).buckets
+    return sum(b.part * b.each.weights for b in buckets if not b.each.masters)
+
+
 def test_kinds_are_all_of_a_ranks_memory() -> None:
     held = RankMemory(*range(1, 10))
 
@@ -305,6 +368,7 @@ def test_kinds_are_all_of_a_ranks_memory() -> None:
     "mistake",
     [
         lambda: Sharing(4),
+        lambda: Sharing(2, away=Away(weights=True)),
         lambda: Sharing(alignment=0),
         lambda: BytesPerParameter(weights=3),
         lambda: BytesPerParameter(states=-1),

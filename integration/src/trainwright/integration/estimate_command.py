@@ -114,6 +114,8 @@ def headline(config: RunConfig, shape: ModelShape) -> str:
         f"{config.batch.sequence_length} tokens, {parallel.schedule}",
         f"recompute {config.activations.recompute}",
     ]
+    if parallel.offload != "none":
+        told.append(f"offload {parallel.offload}")
     return "; ".join(told)
 
 
@@ -164,6 +166,8 @@ def as_object(
                 "layers": [[part.start, part.stop] for part in each.blocks],
                 **{kind.replace(" ", "_"): held for kind, held in each.memory.by_kind.items()},
                 "total": each.memory.total,
+                "host": each.memory.host,
+                "file": each.memory.file,
                 "moment": each.memory.moment,
             }
             for each in ranks

@@ -10,7 +10,7 @@ import numpy as np
 
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
-from trainwright.integration.estimate_model import sizes_of, states_of_rank
+from trainwright.integration.estimate_model import away_of, sizes_of, states_of_rank
 from trainwright.integration.model import ModelShape
 from trainwright.integration.sharded import LIVE_UNITS, REDUCE_DTYPES, gathers_stages
 from trainwright.integration.stepping import make_schedule
@@ -34,6 +34,9 @@ BLOCK_OF_LOSS = {"cpu": 1 << 18, "cuda": 1 << 24}
 LIVE_REDUCTIONS = 2
 """The unit whose gradients are written, and the one before it, which is under way."""
 
+LIVE_MOVES = 2
+"""Units whose sums are on their way to the host, where they are kept there: two buffers."""
+
 
 def memory_of_rank(
     config: RunConfig,
@@ -42,7 +45,7 @@ def memory_of_rank(
     *,
     kind: str = "cuda",
     reserve: float = 0.0,
-    live_reductions: int = LIVE_REDUCTIONS,
+    live_reductions: int | None = None,
     schedule: Schedule | None = None,
 ) -> RankMemory:
     """Return what a rank holds at the worst moment of a step.
@@ -54,10 +57,12 @@ def memory_of_rank(
         kind: of the device, "cpu" or "cuda": norms are one kernel on one of them only.
         reserve: share of everything else that fragmentation is given.
         live_reductions: units whose gradients are whole at once where they are reduced while the
-            backward goes on.
+            backward goes on; None: those of a run whose reductions and moves take their time.
         schedule: of a step, the same for all ranks; None makes it.
     """
     schedule = schedule or make_schedule(config)
+    if live_reductions is None:
+        live_reductions = LIVE_REDUCTIONS + LIVE_MOVES * (away_of(config) is not None)
     places = config.parallel.mesh.places(rank)
     states = states_of_rank(config, shape, schedule, rank)
     numbers = list(states.slices)

@@ -10,10 +10,12 @@ import torch
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
 from trainwright.integration.model import ModelShape
+from trainwright.integration.settings.parallel import NVME
 from trainwright.integration.sharded import BUCKET_BYTES
 from trainwright.pipeline_schedules import Schedule
 from trainwright.precision import policy
 from trainwright.sharding.memory import (
+    Away,
     BucketStates,
     BytesPerParameter,
     ExpertSizes,
@@ -102,7 +104,16 @@ def bytes_of(config: RunConfig) -> BytesPerParameter:
 def sharing_of(config: RunConfig) -> Sharing:
     """Return how a run shares model states out."""
     parallel = config.parallel
-    return Sharing(parallel.zero, parallel.bucket_bytes or BUCKET_BYTES)
+    return Sharing(parallel.zero, parallel.bucket_bytes or BUCKET_BYTES, away=away_of(config))
+
+
+def away_of(config: RunConfig) -> Away | None:
+    """Return what a run keeps away from its devices."""
+    where, in_file = config.parallel.offload, config.parallel.offload.startswith(NVME)
+    if where == "none":
+        return None
+    weights = config.parallel.zero == 3 if in_file else where == "parameters"
+    return Away(weights, in_file)
 
 
 @attrs.frozen
@@ -126,7 +137,7 @@ class RankStates:
 
     @property
     def total(self) -> int:
-        """Bytes of weights, gradients and states between two steps."""
+        """Bytes of weights, gradients and states on the device between two steps."""
         held = sum(b.weights + b.gradients + b.states for b in self.all_buckets)
         return held + self.buffer_bytes
 

@@ -112,11 +112,6 @@ def check_estimated(config: RunConfig) -> None:
             "--offload-activations and --compress-activations are not estimated; without them the "
             "estimate is an upper bound"
         )
-    if config.parallel.offload != "none":
-        raise ConfigError(
-            f"--offload {config.parallel.offload} is not estimated; without it the estimate is an "
-            "upper bound of what the device holds"
-        )
     if config.dtype.startswith("fp8"):
         raise ConfigError(
             f"--dtype {config.dtype}: what FP8 products keep is not estimated; bfloat16 is"

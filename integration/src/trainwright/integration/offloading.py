@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import attrs
 
 from trainwright.collectives import Communicator, SingleCommunicator
@@ -38,11 +41,33 @@ def offload_of(config: RunConfig, ranks: Communicator) -> Offload | None:
         offload = offload_to_folder(where.removeprefix(NVME), weights=zero == 3)
     except OffloadError as error:
         problem = str(error)
+    _agree(config, ranks, problem)
+    return offload
+
+
+@contextlib.contextmanager
+def space_for(config: RunConfig, offload: Offload | None, ranks: Communicator) -> Iterator[None]:
+    """Let all ranks fail where there is no space on some for what is offloaded inside.
+
+    Raises:
+        ConfigError: on every rank.
+
+    Communicates: with ``offload`` one all-reduce of 8 bytes.
+    """
+    problem = None
+    try:
+        yield
+    except OffloadError as error:
+        problem = str(error)
+    if offload is not None:
+        _agree(config, ranks, problem)
+
+
+def _agree(config: RunConfig, ranks: Communicator, problem: str | None) -> None:
     try:
         agree(ranks, problem, OffloadError)
     except OffloadError as error:
-        raise ConfigError(f"--offload {where}: {error}") from error
-    return offload
+        raise ConfigError(f"--offload {config.parallel.offload}: {error}") from error
 
 
 def check_folder(config: RunConfig) -> None:

@@ -24,7 +24,7 @@ from trainwright.integration.model import (
     build_stage,
     initializer,
 )
-from trainwright.integration.offloading import offload_of
+from trainwright.integration.offloading import offload_of, space_for
 from trainwright.integration.sequence_part import SequencePart
 from trainwright.pipeline_schedules import Schedule
 from trainwright.precision import policy
@@ -114,6 +114,11 @@ def shard_model(
     """Initialise stages and share their model states out over the data-parallel ranks.
 
     Without ``drawn`` all weights are zero, for somebody who loads them.
+
+    Raises:
+        ConfigError: on every rank: one of them has no space for what is offloaded.
+
+    Communicates: what `data_parallel` does, and with ``--offload`` one all-reduce of 8 bytes.
     """
     groups = [[number] for number in stages]
     ends = [number for number, stage in stages.items() if stage.is_first or stage.is_last]
@@ -122,11 +127,12 @@ def shard_model(
         groups = [ends, *([number] for number in stages if number not in ends)]
     parallel = {}
     offload = offload_of(config, mesh.world)
-    for group in groups:
-        members = [stages[number] for number in group]
-        module = members[0] if len(members) == 1 else join(members)
-        model = _shard(config, shape, mesh, module, offload, len(members) == 2, drawn=drawn)
-        parallel.update(dict.fromkeys(group, model))
+    with space_for(config, offload, mesh.world):
+        for group in groups:
+            members = [stages[number] for number in group]
+            module = members[0] if len(members) == 1 else join(members)
+            model = _shard(config, shape, mesh, module, offload, len(members) == 2, drawn=drawn)
+            parallel.update(dict.fromkeys(group, model))
     return Chunks(stages, {number: parallel[number] for number in stages}, offload)
 
 

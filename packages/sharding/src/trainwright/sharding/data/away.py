@@ -16,6 +16,7 @@ from trainwright.sharding.data.layout import GroupLayout
 from trainwright.sharding.data.policy import ShardPolicy
 from trainwright.sharding.errors import NotAvailableError, ShardingError
 from trainwright.sharding.mesh import Mesh
+from trainwright.sharding.mesh.axes import STAGE_AXES
 from trainwright.sharding.offload import (
     FileSlot,
     Offload,
@@ -244,10 +245,10 @@ def reserve(layout: Iterable[GroupLayout], stage: int, mesh: Mesh, offload: Offl
     """Have space for masters and weights before any of them is moved, where they are offloaded.
 
     Raises:
-        OffloadError: On every rank: one of them has no space.
+        OffloadError: On every rank of the pipeline stage: one of them has no space.
 
     Communicates:
-        One all-reduce of 8 bytes over the world.
+        One all-reduce of 8 bytes over the ranks of the stage: others may have more models, or less.
     """
     if offload is None:
         return
@@ -264,4 +265,4 @@ def reserve(layout: Iterable[GroupLayout], stage: int, mesh: Mesh, offload: Offl
         offload.states.reserve(sizes)
     except OffloadError as error:
         problem = str(error)
-    agree(mesh.world, problem, OffloadError)
+    agree(mesh.communicator(*STAGE_AXES), problem, OffloadError)

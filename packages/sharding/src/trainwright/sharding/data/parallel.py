@@ -24,10 +24,9 @@ from trainwright.sharding.data.unit import Unit
 from trainwright.sharding.data.units import runs
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.mesh import Mesh
+from trainwright.sharding.mesh.axes import STAGE_AXES
 from trainwright.sharding.offload import Offload
 from trainwright.sharding.placement import ParameterPlacement
-
-_STAGE = ("dp", "cp", "tp")
 
 
 def data_parallel(
@@ -66,7 +65,7 @@ def data_parallel(
             that cannot be trained, shares memory with another, belongs to another `DataParallel`,
             or a placement does not fit.
             A model on the meta device needs ``initialize``.
-        OffloadError: On every rank: there is no space for states.
+        OffloadError: On every rank of the pipeline stage: there is no space for states.
 
     Communicates:
         With ``policy.broadcast_weights`` each weight once along each axis where it is replicated.
@@ -113,7 +112,7 @@ def _needs_agreement(policy: ShardPolicy, *, hooks: bool) -> bool:
 
 def _join_stage(mesh: Mesh) -> Communicator:
     """Return a communicator of its own of the ranks of a pipeline stage, which step together."""
-    stage = mesh.communicator(*_STAGE)
+    stage = mesh.communicator(*STAGE_AXES)
     agree = stage.split(0, stage.rank)
     assert agree is not None
     return agree
@@ -136,7 +135,7 @@ def _choose_check(
 ) -> Callable[[], None]:
     if agree is None or policy.missing_gradients == "zero":
         return lambda: None
-    ranks = mesh.ranks(*_STAGE)
+    ranks = mesh.ranks(*STAGE_AXES)
     return partial(check_no_gradient_is_missing, flat.buckets, agree, ranks)
 
 

@@ -14,9 +14,9 @@ from trainwright.sharding.data.held import HeldTensor, held_tensors, named_tenso
 from trainwright.sharding.data.lifecycle import DataParallel
 from trainwright.sharding.errors import ReplicaMismatchError
 from trainwright.sharding.mesh import EXPERT_AXES, HYBRID_AXES, Mesh
+from trainwright.sharding.mesh.axes import STAGE_AXES
 from trainwright.sharding.placement.replicas import checksum
 
-_STAGE = ("dp", "cp", "tp")
 _SHOWN = 3
 
 
@@ -39,7 +39,7 @@ def check_replicas(parallel: DataParallel) -> None:
     """
     mesh = parallel.mesh
     items = list(_items(parallel))
-    problems = _compare(items, mesh.communicator(*_STAGE), mesh.ranks(*_STAGE), mesh)
+    problems = _compare(items, mesh.communicator(*STAGE_AXES), mesh.ranks(*STAGE_AXES), mesh)
     tied = [item for item in items if "pp" in item.axes]
     if tied:
         ends = mesh.ranks("pp")[:: mesh.size("pp") - 1]

@@ -6,6 +6,7 @@ from trainwright.sharding.memory.activations import (
     Tokens,
     decoder_bytes,
 )
+from trainwright.sharding.memory.away import Away
 from trainwright.sharding.memory.conventions import (
     GIB,
     GptActivations,
@@ -34,6 +35,7 @@ from trainwright.sharding.memory.table import memory_table
 __all__ = [
     "GIB",
     "KINDS",
+    "Away",
     "BlockBytes",
     "BridgeEstimate",
     "BucketStates",

@@ -8,6 +8,7 @@ import attrs
 
 from trainwright.sharding.errors import ShardingError
 from trainwright.sharding.memory.activations import BlockBytes, KeptBytes
+from trainwright.sharding.memory.away import file_bytes, host_bytes
 from trainwright.sharding.memory.parameters import Slice
 from trainwright.sharding.memory.rank_memory import Chunk, InFlight, RankMemory, Traffic
 from trainwright.sharding.memory.shape import TransformerShape
@@ -58,10 +59,13 @@ class _Rank:
     def between(self) -> RankMemory:
         """What lives from step to step."""
         buckets = [bucket for chunk in self.chunks for bucket in chunk.buckets]
+        elsewhere = [bucket.elsewhere for bucket in buckets]
         return RankMemory(
             weights=sum(bucket.weights for bucket in buckets) + self.buffer_bytes,
             gradients=sum(bucket.gradients for bucket in buckets),
             states=sum(bucket.states for bucket in buckets),
+            host=host_bytes(elsewhere),
+            file=file_bytes(elsewhere),
         )
 
     def backward(self, at: InFlight) -> Iterator[RankMemory]:

@@ -38,6 +38,8 @@ class RankMemory:
         workspace: What comes and goes within an operator.
         reserve: For fragmentation, a share of everything else.
         moment: What the rank is doing then.
+        host: Model states that are in host memory instead; not of the device, so in no sum here.
+        file: Those that are in a file instead.
     """
 
     weights: int
@@ -50,6 +52,8 @@ class RankMemory:
     workspace: int = 0
     reserve: int = 0
     moment: str = "between steps"
+    host: int = 0
+    file: int = 0
 
     @property
     def by_kind(self) -> dict[str, int]:

@@ -15,6 +15,7 @@ from trainwright.sharding.data.layout import (
     plan_groups,
 )
 from trainwright.sharding.errors import ShardingError
+from trainwright.sharding.memory.away import Away, AwayBytes
 from trainwright.sharding.memory.parameters import Held
 from trainwright.sharding.mesh import MeshShape
 
@@ -74,17 +75,24 @@ class Sharing:
         stage: 0 nothing, 1 masters and optimizer states, 2 also gradients, 3 also weights.
         bucket_bytes: Most bytes of gradients in a bucket of several parameters below stage 3.
         alignment: Elements at whose multiples parameters and ranges of ranks begin.
+        away: What is not on the device; None: all is.
+
+    Raises:
+        ShardingError: A number is out of range, or weights are away which are in use all the time.
     """
 
     stage: int = 0
     bucket_bytes: int = 25 * 2**20
     alignment: int = 32
+    away: Away | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise ShardingError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}")
         if min(self.bucket_bytes, self.alignment) < 1:
             raise ShardingError(f"bucket_bytes and alignment must be positive, got {self}")
+        if self.away is not None and self.away.weights and self.stage != 3:
+            raise ShardingError(f"weights can be away at stage 3 only, got {self}")
 
 
 @attrs.frozen
@@ -99,6 +107,7 @@ class BucketStates:
         each: Bytes of its parameters.
         updated: Elements of this rank's pieces, which the optimizer updates: no padding.
         pieces: How many these are.
+        away: As in `Sharing`.
     """
 
     unit: str
@@ -108,6 +117,7 @@ class BucketStates:
     each: BytesPerParameter
     updated: int
     pieces: int
+    away: Away | None = None
 
     @property
     def part(self) -> int:
@@ -125,30 +135,58 @@ class BucketStates:
         return self.numel * self.each.gradients
 
     @property
+    def keeps_weights_away(self) -> bool:
+        """Whether the device has none of the weights between uses."""
+        return self.away is not None and self.away.weights
+
+    @property
     def is_gathered(self) -> bool:
         """Whether weights have to be made whole before they are used."""
-        return self.stage == 3 and self.num_ranks > 1
+        return self.stage == 3 and (self.num_ranks > 1 or self.keeps_weights_away)
 
     @property
     def is_lent(self) -> bool:
         """Whether all gradients have memory only from the first one to the reduction."""
-        return self.stage >= 2 and self.num_ranks > 1
+        return self.stage >= 2 and (self.num_ranks > 1 or self.away is not None)
 
     @property
     def weights(self) -> int:
-        """Bytes of weights between steps."""
+        """Bytes of weights on the device between steps."""
+        if self.keeps_weights_away:
+            return 0
         return (self.part if self.is_gathered else self.numel) * self.each.weights
 
     @property
     def gradients(self) -> int:
-        """Bytes of gradients between steps."""
+        """Bytes of gradients on the device between steps."""
+        if self.is_lent and self.away is not None:
+            return 0
         return (self.part if self.is_lent else self.numel) * self.each.gradients
 
     @property
     def states(self) -> int:
-        """Bytes of masters and optimizer states."""
-        masters = self.part * self.each.masters
-        return masters + self.updated * self.each.states + self.pieces * self.each.per_piece
+        """Bytes of masters and optimizer states on the device."""
+        if self.away is not None:
+            return 0
+        return self.part * self.each.masters + self._moments + self._counts
+
+    @property
+    def elsewhere(self) -> AwayBytes:
+        """What is not on the device."""
+        if self.away is None:
+            return AwayBytes()
+        each = self.each
+        one = (each.masters or each.weights) + each.gradients + each.weights * self.away.weights
+        kept = self.part * one + self._moments
+        return AwayBytes(kept, self._counts, self.away.in_file, self.pieces > 0)
+
+    @property
+    def _moments(self) -> int:
+        return self.updated * self.each.states
+
+    @property
+    def _counts(self) -> int:
+        return self.pieces * self.each.per_piece
 
 
 def buckets_of(
@@ -201,6 +239,7 @@ def buckets_of(
                     kinds[group.key],
                     sum(pieces),
                     len(pieces),
+                    sharing.away,
                 )
             )
     return tuple(found)

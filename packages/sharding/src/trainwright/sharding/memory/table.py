@@ -19,6 +19,8 @@ def unit_of(most: int) -> str:
 def memory_table(ranks: Mapping[str, RankMemory], *, unit: str | None = None) -> str:
     """Return a table with a line a rank and a column a kind that some rank has.
 
+    What is not on the device stands behind the total, which does not hold it.
+
     Args:
         ranks: What ranks hold, by what they are called.
         unit: One of `UNITS`; None: the largest that fits.
@@ -32,10 +34,12 @@ def memory_table(ranks: Mapping[str, RankMemory], *, unit: str | None = None) ->
         raise ShardingError(f"unit must be one of {', '.join(UNITS)}, got {unit!r}")
     chosen = unit or unit_of(max(each.total for each in ranks.values()))
     used = [kind for kind in KINDS if any(each.by_kind[kind] for each in ranks.values())]
-    rows = [[f"in {chosen}", *used, "total", "most during"]]
+    apart = [place for place in ("host", "file") if any(getattr(r, place) for r in ranks.values())]
+    rows = [[f"in {chosen}", *used, "total", *(f"in {place}" for place in apart), "most during"]]
     for name, each in ranks.items():
         held = [each.by_kind[kind] for kind in used]
-        numbers = [_number(value, chosen) for value in (*held, each.total)]
+        other = [getattr(each, place) for place in apart]
+        numbers = [_number(value, chosen) for value in (*held, each.total, *other)]
         rows.append([name, *numbers, each.moment])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

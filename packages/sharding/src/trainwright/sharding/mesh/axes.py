@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 from trainwright.sharding.errors import ShardingError
 
-DENSE_AXES = ("pp", "dp", "cp", "tp")
+STAGE_AXES = ("dp", "cp", "tp")
+"""The dense axes of a stage of the pipeline."""
+
+DENSE_AXES = ("pp", *STAGE_AXES)
 """The axes along which dense layers are arranged, outermost first."""
 
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
