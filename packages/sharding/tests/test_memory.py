@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from trainwright.sharding import MeshShape, ShardingError
 from trainwright.sharding.memory import (
-    Away,
     KINDS,
+    Away,
     BytesPerParameter,
     Chunk,
     ExpertSizes,
