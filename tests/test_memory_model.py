@@ -302,6 +302,11 @@ MORE_PEAKS: list[dict[str, Any]] = [
     {"layout": "tp=2", "microbatches": 2, "offload": "optimizer", "dtype": "bfloat16"},
     {"layout": "dp=1", "microbatches": 2, "qk_norm": True},
     {"layout": "dp=2", "microbatches": 1, "zero": 3},
+    {"layout": "pp=2", "microbatches": 4, "recompute": "selective"},
+    {"layout": "dp=2", "microbatches": 2, "recompute": "selective", "dtype": "bfloat16"},
+    {"layout": "tp=2,pp=2", "microbatches": 4, "recompute": "selective", "sequence_parallel": True},
+    {"layout": "tp=2", "microbatches": 2, "recompute": "selective"},
+    {"layout": "pp=2", "microbatches": 4, "recompute": "selective", "model": "tiny-moe"},
     {"layout": "dp=2", "microbatches": 2, "zero": 1, "reduce_dtype": "bfloat16"},
     {"layout": "dp=2,pp=2", "microbatches": 4, "zero": 3, "gather": "action"},
     {
@@ -366,9 +371,12 @@ WIDER = {
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("name", WIDER)
-def test_the_most_that_lives_in_a_step_is_within_a_twentieth_for_other_models(name: str) -> None:
-    check_peak({"layout": "tp=2,pp=2", "microbatches": 4}, WIDER[name])
+def test_the_most_that_lives_in_a_step_is_within_a_twentieth_for_other_models(
+    name: str, recompute: str
+) -> None:
+    check_peak({"layout": "tp=2,pp=2", "microbatches": 4, "recompute": recompute}, WIDER[name])
 
 
 def test_live_storages_are_those_that_pytorchs_own_tracker_counts() -> None:

@@ -122,7 +122,7 @@ def test_a_preset_has_the_tokens_of_the_tokenizer(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--recompute", "selective"], "--recompute selective is not estimated"),
+        (["--recompute", "budget:1MiB"], "--recompute budget:1MiB is not estimated"),
         (["--zero", "1", "--offload", "parameters"], "--offload parameters needs --zero 3"),
         (["--optimizer", "muon"], "--optimizer muon"),
         (["--dtype", "fp8-current"], "bfloat16 is"),

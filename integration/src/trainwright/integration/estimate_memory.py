@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 import numpy as np
+import torch
 
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
@@ -80,13 +81,16 @@ def memory_of_rank(
 
 def kept_of(config: RunConfig, shape: ModelShape, tp_rank: int, kind: str) -> KeptBytes:
     """Return what a microbatch takes on a tensor rank."""
+    compute = policy(config.dtype).compute
     tokens = Tokens(
         batch=config.sizes.micro_batch,
         sequence=-(-config.batch.sequence_length // config.parallel.mesh.cp),
-        compute=policy(config.dtype).compute.itemsize,
+        compute=compute.itemsize,
         sequence_parallel=config.parallel.sequence_parallel,
         fused_norms=kind != "cpu",
         segment=segment_of(config, shape),
+        keeps_products=config.activations.recompute == "selective",
+        grouped_products=kind != "cpu" and compute == torch.bfloat16,
         block_of_loss=BLOCK_OF_LOSS[kind],
     )
     return decoder_bytes(sizes_of(shape), config.parallel.mesh, tokens, tp_rank=tp_rank)
@@ -97,14 +101,16 @@ def segment_of(config: RunConfig, shape: ModelShape) -> int:
     recompute = config.activations.recompute
     if recompute == "none":
         return 0
-    if recompute == "full":
+    if recompute in ("full", "selective"):
         return 1
     if recompute.startswith("every-"):
         return int(recompute.partition("-")[2])
     if recompute == "sqrt":
         most = max(map(len, config.parallel.layers_of_stages(shape.layers)))
         return max(1, math.isqrt(max(0, most - 1)) + 1)
-    raise ConfigError(f"--recompute {recompute} is not estimated; none, full, every-K, sqrt are")
+    raise ConfigError(
+        f"--recompute {recompute} is not estimated; none, full, selective, every-K and sqrt are"
+    )
 
 
 def traffic_of(config: RunConfig) -> Traffic:
@@ -137,7 +143,7 @@ class ChunkBytes:
         blocks, part = len(chunk.part.blocks), chunk.part
         each = kept.dense.kept
         if kept.segment:
-            each = kept.stream // kept.segment
+            each = kept.recomputed(kept.dense) // kept.segment
         ends = (kept.head + kept.logits) * part.is_last
         deferred = blocks * kept.dense.deferred + part.is_last * kept.head_deferred
         return cls(blocks * each + ends, deferred)

@@ -27,12 +27,16 @@ class BlockBytes:
         extra_apart: The same of input gradients alone, where products' inputs stay.
         deferred: Bytes between a backward's input gradients and its weight gradients, where these
             are apart: inputs of products, and gradients of what they made.
+        products: What products with weights make, which selective recomputation keeps.
+        shared: What of that is in ``kept`` too.
     """
 
     kept: int
     extra: int
     extra_apart: int
     deferred: int
+    products: int = 0
+    shared: int = 0
 
 
 @attrs.frozen
@@ -54,6 +58,7 @@ class KeptBytes:
         table_gradient: Of a whole gradient of the embedding, before it is added where gradients
             lie.
         segment: Blocks that are recomputed together; 0: none are.
+        keeps_products: Whether results of products are kept where blocks are recomputed.
     """
 
     dense: BlockBytes
@@ -68,6 +73,17 @@ class KeptBytes:
     norm_backward: int
     table_gradient: int
     segment: int = 0
+    keeps_products: bool = False
+
+    def recomputed(self, block: BlockBytes, *, is_first: bool = True) -> int:
+        """Return what a recomputed block keeps: its segment's input if it is the first one there,
+        and results of products.
+        """
+        return self.stream * is_first + block.products * self.keeps_products
+
+    def again(self, block: BlockBytes) -> int:
+        """Return what the recomputation of a block makes, its input among that."""
+        return block.kept - block.shared * self.keeps_products
 
 
 @attrs.frozen
@@ -82,6 +98,9 @@ class Tokens:
         fused_norms: Whether a norm is one kernel, which keeps its input alone. PyTorch's composite
             one on processors keeps the normalised stream as well.
         segment: Blocks that are recomputed together; 0: none are.
+        keeps_products: Whether results of products with weights are kept then.
+        grouped_products: Whether all experts' products are one kernel, whose results can be kept;
+            one by one they are written into memory that is there.
         block_of_loss: Logits that the loss works on at once.
     """
 
@@ -91,6 +110,8 @@ class Tokens:
     sequence_parallel: bool = False
     fused_norms: bool = True
     segment: int = 0
+    keeps_products: bool = False
+    grouped_products: bool = False
     block_of_loss: int = 1 << 24
 
     def __attrs_post_init__(self) -> None:
@@ -136,6 +157,7 @@ def decoder_bytes(
         norm_backward=rank.norm_backward(),
         table_gradient=table,
         segment=tokens.segment,
+        keeps_products=tokens.keeps_products,
     )
 
 
@@ -165,15 +187,18 @@ class _Rank:
         return self.tokens.compute * self.between * self.shape.width
 
     @property
+    def whole(self) -> int:
+        """Bytes of a stream of all positions, as products make it."""
+        return self.tokens.compute * self.rows * self.shape.width
+
+    @property
     def gathered(self) -> int:
         """Bytes of a stream that is made whole for products; none where it is."""
-        if not self.tokens.sequence_parallel:
-            return 0
-        return self.tokens.compute * self.rows * self.shape.width
+        return self.whole if self.tokens.sequence_parallel else 0
 
     def around_product(self, matrix: int) -> int:
         """Return what the backward of a product of the stream makes, of a matrix of some bytes."""
-        whole = self.tokens.compute * self.rows * self.shape.width
+        whole = self.whole
         if self.layout.tp == 1:
             return whole + matrix
         if not self.tokens.sequence_parallel:
@@ -217,7 +242,10 @@ class _Rank:
             kept += queries
         deferred = 2 * self.stream + 2 * queries + 2 * keys
         extra = self.stream + 2 * queries + 2 * keys
-        return BlockBytes(kept, extra, extra, deferred)
+        products = queries + 2 * keys + self.whole
+        # What rotations and norms make of queries and keys is other memory.
+        shared = queries + 2 * keys if shape.position_rows and not shape.qk_norm else keys
+        return BlockBytes(kept, extra, extra, deferred, products, shared)
 
     def _latent_attention(self, latent: LatentSizes) -> BlockBytes:
         e, heads = self.tokens.compute, self.share(self.shape.heads)
@@ -237,7 +265,8 @@ class _Rank:
         made = e * self.rows * heads * (latent.key_width + latent.plain + latent.values)
         deferred = 2 * self.stream + small + made + values
         extra = self.stream + 4 * kernel
-        return BlockBytes(kept, extra, extra, deferred)
+        products = small - e * self.between * (latent.queries + latent.keys) + made + self.whole
+        return BlockBytes(kept, extra, extra, deferred, products)
 
     def _sums(self, heads: int) -> int:
         """Return the log-sum-exp of each query."""
@@ -253,10 +282,11 @@ class _Rank:
             # Gate, activated gate, up, and their product.
             extra = self.stream + max(2 * hidden, hidden + matrix + self.gathered)
             apart, deferred = self.stream + 3 * hidden, 2 * self.stream + 3 * hidden
-            return BlockBytes(kept + 4 * hidden, extra, apart, deferred)
+            products, shared = 2 * hidden + self.whole, 2 * hidden
+            return BlockBytes(kept + 4 * hidden, extra, apart, deferred, products, shared)
         extra = self.stream + hidden + matrix + self.gathered
         apart, deferred = self.stream + 2 * hidden, 2 * self.stream + 2 * hidden
-        return BlockBytes(kept + 2 * hidden, extra, apart, deferred)
+        return BlockBytes(kept + 2 * hidden, extra, apart, deferred, hidden + self.whole, hidden)
 
     def experts(self, experts: ExpertSizes) -> BlockBytes:
         """Return what norm, router and products of a block with experts keep."""
@@ -280,7 +310,12 @@ class _Rank:
         deferred = 2 * self.stream + e * rows * 2 * width + 3 * hidden
         deferred += 3 * e * self.rows * shared
         extra = around + max(2 * hidden, hidden + matrices)
-        return BlockBytes(kept, extra, around + 3 * hidden, deferred)
+        own = 2 * e * self.rows * shared
+        products = wide * routed * experts.number + own + (self.whole if shared else 0)
+        if self.tokens.grouped_products:
+            own += 2 * hidden
+            products += 2 * hidden + e * rows * width
+        return BlockBytes(kept, extra, around + 3 * hidden, deferred, products, own)
 
 
 def _joined(attention: BlockBytes, rest: BlockBytes) -> BlockBytes:
@@ -290,6 +325,8 @@ def _joined(attention: BlockBytes, rest: BlockBytes) -> BlockBytes:
         max(rest.extra, attention.extra - rest.kept),
         max(rest.extra_apart, attention.extra_apart - rest.kept),
         attention.deferred + rest.deferred,
+        attention.products + rest.products,
+        attention.shared + rest.shared,
     )
 
 

@@ -151,11 +151,11 @@ class _Rank:
         return self.kept.stream * ((not part.is_first) + 2 * (not part.is_last))
 
     def _share(self, blocks: list[int], index: int) -> int:
-        """Return what a block keeps until its backward: all, or its segment's input."""
-        segment = self.kept.segment
+        """Return what a block keeps until its backward."""
+        segment, block = self.kept.segment, self._block(blocks[index])
         if not segment:
-            return self._block(blocks[index]).kept
-        return self.kept.stream if index % segment == 0 else 0
+            return block.kept
+        return self.kept.recomputed(block, is_first=index % segment == 0)
 
     def _again(self, blocks: list[int], index: int) -> int:
         """Return what is recomputed of a segment and still held when a block's backward begins."""
@@ -163,7 +163,8 @@ class _Rank:
         if not segment:
             return 0
         first = index - index % segment
-        held = sum(self._block(blocks[each]).kept for each in range(first, index + 1))
+        made = (self._block(blocks[each]) for each in range(first, index + 1))
+        held = sum(self.kept.again(block) for block in made)
         return held - (self.kept.stream if self.kept.keeps_stream else 0)
 
     def _gathered(self, chunk: int) -> int:
