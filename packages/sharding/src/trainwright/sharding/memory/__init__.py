@@ -1,11 +1,6 @@
 """What a rank of a training run holds in memory, without building anything."""
 
-from trainwright.sharding.memory.activations import (
-    BlockBytes,
-    KeptBytes,
-    Tokens,
-    decoder_bytes,
-)
+from trainwright.sharding.memory.activations import decoder_bytes
 from trainwright.sharding.memory.away import Away
 from trainwright.sharding.memory.conventions import (
     GIB,
@@ -19,6 +14,7 @@ from trainwright.sharding.memory.conventions import (
 )
 from trainwright.sharding.memory.conventions_bridge import BridgeEstimate
 from trainwright.sharding.memory.estimate import memory
+from trainwright.sharding.memory.kept_bytes import BlockBytes, KeptBytes, Tokens
 from trainwright.sharding.memory.parameters import Held, Slice, parameters_of, slices_of
 from trainwright.sharding.memory.picture import memory_svg
 from trainwright.sharding.memory.rank_memory import (

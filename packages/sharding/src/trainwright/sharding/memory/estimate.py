@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import attrs
 
 from trainwright.sharding.errors import ShardingError
-from trainwright.sharding.memory.activations import BlockBytes, KeptBytes
 from trainwright.sharding.memory.away import file_bytes, host_bytes
+from trainwright.sharding.memory.kept_bytes import BlockBytes, KeptBytes
 from trainwright.sharding.memory.parameters import Slice
 from trainwright.sharding.memory.rank_memory import Chunk, InFlight, RankMemory, Traffic
 from trainwright.sharding.memory.shape import TransformerShape
