@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.bench import machine
+from tools.bench.offload.bounds import table
 from tools.bench.offload.measure import Sizes, measure
 from tools.bench.rounds import Spread
 from tools.bench.table import format_table
@@ -24,12 +25,17 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--folder", help="of the file (default: one of its own)")
     parser.add_argument("--json", action="store_true", help="print all as data")
+    parser.add_argument("--bounds", action="store_true", help="time nothing: print who holds what")
     chosen = parser.parse_args(words)
     if min(chosen.rounds, chosen.layers, chosen.width, chosen.tokens) < 1:
         parser.error("counts must be positive")
+    sizes = Sizes(chosen.layers, chosen.width, chosen.tokens)
+    if chosen.bounds:
+        with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+            print(table(sizes, folder))
+        return 0
     if warning := machine.warning():
         print(f"WARNING: {warning}", file=sys.stderr)
-    sizes = Sizes(chosen.layers, chosen.width, chosen.tokens)
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         rows = measure(sizes, chosen.rounds, folder)
     if chosen.json:

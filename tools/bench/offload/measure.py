@@ -76,7 +76,7 @@ class Run:
         self.publish()
 
 
-def make_run(sizes: Sizes, offload: Offload | None) -> Run:
+def make_run(sizes: Sizes, offload: Offload | None, *, stage: int = 2) -> Run:
     """Return a run whose states are on the device, or away."""
     generator = torch.Generator().manual_seed(0)
     layers: list[nn.Module] = []
@@ -87,7 +87,7 @@ def make_run(sizes: Sizes, offload: Offload | None) -> Run:
         layers += [layer, nn.Tanh()]
     model = nn.Sequential(*layers)
     policy = ShardPolicy(
-        stage=2,
+        stage=stage,
         units=by_class(nn.Linear),
         bucket_bytes=6 * sizes.width**2,
         reduce_dtype=torch.bfloat16,
