@@ -17,6 +17,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from tests.live_storages import LiveStorages
 from tests.serial import text
+from tools.bench import estimates
+from tools.bench.offload import bounds
+from tools.bench.offload.measure import Sizes
 from trainwright.collectives import Communicator, LocalWorld
 from trainwright.integration.config import RunConfig
 from trainwright.integration.errors import ConfigError
@@ -32,6 +35,8 @@ from trainwright.integration.stepping import make_schedule
 from trainwright.integration.training_state import materialise_states
 from trainwright.sharding.expert import Routing
 from trainwright.sharding.memory import RankMemory
+
+README = Path(__file__).parent.parent / "README.md"
 
 SHAPES = {
     "dense": ModelShape(width=24, layers=4, heads=6, kv_heads=6, mlp_width=50),
@@ -401,6 +406,19 @@ def test_live_storages_are_those_that_pytorchs_own_tracker_counts() -> None:
 
     found = theirs.get_tracker_snapshot("peak")[torch.device("cpu")]
     assert ours.peak_bytes == found["Total"]
+
+
+def test_the_readme_says_what_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimates.main() == 0
+
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    assert len(tables) == 2
+    assert all(table in README.read_text() for table in tables)
+
+
+@pytest.mark.long
+def test_the_readme_says_what_offloaded_runs_hold(tmp_path: Path) -> None:
+    assert bounds.table(Sizes(8, 1024, 1024), str(tmp_path)) in README.read_text()
 
 
 def fitting(options: dict[str, Any], shape: ModelShape) -> RunConfig:
