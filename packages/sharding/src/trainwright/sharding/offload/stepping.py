@@ -64,6 +64,7 @@ class OffloadedStep:
         except ShardingError as error:
             problem = error
         _agree(ranks, problem)
+        self._unit_of = {p: states for states in self._held for p in states.unit.parameters}
 
     @property
     def unit_bytes(self) -> int:
@@ -95,10 +96,13 @@ class OffloadedStep:
         """Put states that were loaded or made outside of `step` where they are kept.
 
         Args:
-            parameter: Whose; None for all that there are.
+            parameter: Whose, if they are of this optimizer; None for all that there are.
         """
-        for states in self._held:
-            states.take_in(parameter)
+        if parameter is None:
+            for states in self._held:
+                states.take_in()
+        elif parameter in self._unit_of:
+            self._unit_of[parameter].take_in(parameter)
 
     def _walk(self) -> None:
         returns: list[Work] = []
