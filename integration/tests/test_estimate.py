@@ -98,7 +98,25 @@ def test_where_no_change_fits_the_one_that_holds_least_says_what_lacks(
     lines = capsys.readouterr().out.splitlines()
     assert "does not fit V100 32 GB of 0.001 GB" in lines[-2]
     assert "--recompute full" in lines[-1]
+    assert "without --microbatches" in lines[-1]
+    assert "None" not in lines[-1]
     assert "still" in lines[-1]
+
+
+def test_states_leave_the_device_only_where_nothing_else_is_left_to_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--layout", "dp=1", "--recompute", "full", "--device", "V100", "--micro-batch", "1"]
+    words += ["--global-batch", "1", "--reserve", "0"]
+    _, found = estimated(capsys, *words)
+    limit = str((found["most"] - 1) / 1e9)
+
+    _, changed = estimated(capsys, *words, "--memory", limit)
+
+    [change] = changed["changes"]
+    assert change["settings"] == {"offload": "optimizer"}
+    assert change["most"] <= changed["device_bytes"]
+    assert main(["estimate", *words, "--memory", limit, "--offload", "optimizer"]) == 0
 
 
 def test_the_picture_is_a_file_with_the_devices_limit(

@@ -60,7 +60,10 @@ class Change:
     def __str__(self) -> str:
         words = []
         for name, value in self.leaves.items():
-            words.append(option(name) if value is True else f"{option(name)} {value}")
+            if value is None:
+                words.append(f"without {option(name)}")
+            else:
+                words.append(option(name) if value is True else f"{option(name)} {value}")
         return " ".join(words)
 
 
@@ -123,8 +126,8 @@ def changes_that_fit(
 ) -> list[Change]:
     """Return what to change so that every rank fits, the least changes first.
 
-    Each of the usual ones is tried alone, then more and more of them together. If none fits, the
-    last that was tried is returned, which holds least.
+    Each of the usual ones is tried alone, then more and more of them together, at last with states
+    away from the device. If none fits, the one that holds least is returned.
 
     Args:
         config: the settings, with which some rank does not fit.
@@ -143,18 +146,25 @@ def changes_that_fit(
 
     alone = [found for leaves in _candidates(config) if (found := tried(leaves)) is not None]
     fitting = [each for each in alone if each.most <= limit]
-    if fitting or not alone:
+    if fitting:
         return sorted(fitting, key=lambda each: each.most)
     joined: dict[str, Any] = {}
-    least = min(alone, key=lambda each: each.most)
-    for each in sorted(alone, key=lambda each: each.most)[:MOST_CHANGES]:
-        joined = {**each.leaves, **joined}
+    least = min(alone, key=lambda each: each.most, default=None)
+    usual = [each.leaves for each in sorted(alone, key=lambda each: each.most)[:MOST_CHANGES]]
+    for leaves in (*usual, *_last_resorts(config)):
+        joined = {**leaves, **joined}
         found = tried(joined)
-        if found is not None and found.most < least.most:
+        if found is not None and (least is None or found.most < least.most):
             least = found
-        if least.most <= limit:
+        if least is not None and least.most <= limit:
             break
-    return [least]
+    return [] if least is None else [least]
+
+
+def _last_resorts(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield what takes states from the device, which costs time in every step."""
+    if config.parallel.offload == "none":
+        yield {"offload": "optimizer"}
 
 
 def _candidates(config: RunConfig) -> Iterator[dict[str, Any]]:
