@@ -161,7 +161,7 @@ def test_moves_that_take_their_time_change_no_bit(stage: int) -> None:
         assert_same(case, lambda: offload_to_folder(folder, link_bytes_s=1e6, file_bytes_s=1e6))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sums_in_sixteen_bits_reach_the_host_in_them(stage: int) -> None:
     moved: dict[torch.dtype | None, int] = {}
     for reduce_dtype in (None, torch.bfloat16):

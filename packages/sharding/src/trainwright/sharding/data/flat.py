@@ -255,7 +255,11 @@ def _keep_whole(
     parameter = member.parameter
     if bucket.weights.separate_masters:
         parameter = nn.Parameter(bucket.weights.masters[start:stop].view(member.weight.shape))
-    return KeptPiece(Piece(entry.name, parameter, entry.spec), member.gradient)
+    gradient = None
+    if bucket.gradients is not None:
+        # Not always the memory that backwards add to: offloaded sums are where updates read them.
+        gradient = bucket.gradients.kept[start:stop].view(member.weight.shape)
+    return KeptPiece(Piece(entry.name, parameter, entry.spec), gradient)
 
 
 def _cut_range(
