@@ -54,7 +54,7 @@ FAULTS_OF_OFFLOAD = (
         f"{OFFLOAD}/streaming.py",
         "            visit.wait()\n            _leave(visit)\n",
         "            _leave(visit)\n",
-        _in("test_offload_steps", "slow_way and file"),
+        _in("test_offload_steps", "used_again_before"),
     ),
     Fault(
         "updated masters are not written back",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -507,16 +508,36 @@ def test_what_is_in_a_file_takes_no_memory(tmp_path: Path) -> None:
     "slow", [{"link_bytes_s": 2e6}, {"file_bytes_s": 2e7}], ids=["link", "file"]
 )
 def test_what_is_on_a_slow_way_is_not_overwritten(slow: dict[str, float], tmp_path: Path) -> None:
-    found = []
-    for offload in (offload_to_folder(tmp_path, **slow), None):
-        parallel = shared_out(offload, 2)
-        optimizer = adamw(parallel)
-        stepping: Any = optimizer
-        if offload is not None:
-            stepping = offloaded_step(optimizer, [parallel], offload)
-        train(parallel, stepping, 3)
-        moments = [optimizer.state[p.parameter]["exp_avg"] for p in parallel.pieces.values()]
-        kept = [piece.parameter for piece in parallel.pieces.values()]
-        found.append([t.detach().clone() for t in (*parallel.module.parameters(), *kept, *moments)])
+    assert_alike(offload_to_folder(tmp_path, **slow))
 
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+def test_memory_is_not_used_again_before_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = FileStore._write
+
+    def late(store: FileStore, start: int, source: torch.Tensor) -> None:
+        time.sleep(0.02)
+        usual(store, start, source)
+
+    monkeypatch.setattr(FileStore, "_write", late)
+
+    assert_alike(offload_to_folder(tmp_path))
+
+
+def assert_alike(offload: Offload) -> None:
+    pairs = zip(trained(offload), trained(None), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def trained(offload: Offload | None) -> list[torch.Tensor]:
+    """Return weights, masters and moments after three steps."""
+    parallel = shared_out(offload, 2)
+    optimizer = adamw(parallel)
+    stepping: Any = optimizer
+    if offload is not None:
+        stepping = offloaded_step(optimizer, [parallel], offload)
+    train(parallel, stepping, 3)
+    moments = [optimizer.state[p.parameter]["exp_avg"] for p in parallel.pieces.values()]
+    kept = [piece.parameter for piece in parallel.pieces.values()]
+    return [t.detach() for t in (*parallel.module.parameters(), *kept, *moments)]
