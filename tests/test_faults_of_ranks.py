@@ -34,6 +34,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.fault]
 CODES = {"kill": -9, "stop": None, "raise": 1, "exit": 3}
 """How the rank ends to which it happens; one that is stopped does not end by itself."""
 
+UNUSABLE = 2
+"""Says that what was given cannot be used."""
+
 
 def drawn_setting(draw: random.Random) -> Setting:
     layout = draw.choices(list(LAYOUTS), [2, 3, 3, 3, 1])[0]
@@ -51,14 +54,20 @@ def bound_s(fault: Fault) -> float:
 
 def assert_all_know(ended: Ended, fault: Fault) -> None:
     assert ended.struck, ended.text
-    assert ended.codes[fault.rank] == CODES[fault.kind], ended.text
+    own = UNUSABLE if is_load_that_raises(fault) else CODES[fault.kind]
+    assert ended.codes[fault.rank] == own, ended.text
     assert_others_know(ended, fault)
+
+
+def is_load_that_raises(fault: Fault) -> bool:
+    """Whether all ranks say of the checkpoint that was given that it was not loaded."""
+    return (fault.kind, fault.moment) == ("raise", "load")
 
 
 def assert_others_know(ended: Ended, fault: Fault) -> None:
     for rank, code in ended.codes.items():
         if rank != fault.rank:
-            assert code == 1, ended.text
+            assert code == (UNUSABLE if is_load_that_raises(fault) else 1), ended.text
             assert re.search(rf"\branks? {fault.rank}\b", ended.errors[rank]), ended.text
     if fault.kind == "raise":
         cause = rf"PlantedError(: |\(')planted in {fault.moment} {fault.count}\b"
