@@ -374,6 +374,7 @@ def test_kinds_are_all_of_a_ranks_memory() -> None:
         lambda: BytesPerParameter(states=-1),
         lambda: Tokens(0, 8),
         lambda: Tokens(1, 8, compute=1),
+        lambda: Tokens(1, 8, keeps_products=True),
         lambda: Traffic(reserve=1.0),
         lambda: LatentSizes(0, 1, 2, 3),
         lambda: memory(DENSE, [], 1, KEPT),

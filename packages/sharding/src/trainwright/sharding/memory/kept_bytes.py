@@ -66,9 +66,7 @@ class KeptBytes:
     keeps_products: bool = False
 
     def recomputed(self, block: BlockBytes, *, is_first: bool = True) -> int:
-        """Return what a recomputed block keeps: its segment's input if it is the first one there,
-        and results of products.
-        """
+        """Return what a recomputed block keeps: its segment's input if first, products' results."""
         return self.stream * is_first + block.products * self.keeps_products
 
     def again(self, block: BlockBytes) -> int:
@@ -107,5 +105,7 @@ class Tokens:
     def __attrs_post_init__(self) -> None:
         if min(self.batch, self.sequence) < 1 or self.segment < 0:
             raise ShardingError(f"batch and sequence must be positive, got {self}")
+        if self.keeps_products and not self.segment:
+            raise ShardingError(f"products are kept where blocks are recomputed, got {self}")
         if self.compute not in (2, 4, 8):
             raise ShardingError(f"compute takes 2, 4 or 8 bytes a number, got {self.compute}")
