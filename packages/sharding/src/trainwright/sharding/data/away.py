@@ -248,7 +248,7 @@ def reserve(layout: Iterable[GroupLayout], stage: int, mesh: Mesh, offload: Offl
         OffloadError: On every rank of the pipeline stage: one of them has no space.
 
     Communicates:
-        One all-reduce of 8 bytes over the ranks of the stage: others may have more models, or less.
+        One all-reduce of 8 bytes over the ranks of the stage: others may have more models.
     """
     if offload is None:
         return
