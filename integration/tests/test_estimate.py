@@ -160,6 +160,13 @@ def test_what_is_not_estimated_is_refused_by_name(
     assert told in capsys.readouterr().err
 
 
+def test_a_command_line_of_very_many_words_is_refused_before_it_is_parsed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["estimate", *["--zero", "1"] * 50_000]) == 2
+    assert "has 100,001 words, at most 5,000" in capsys.readouterr().err
+
+
 def test_full_recomputation_is_not_priced_as_none() -> None:
     kept, again = (
         memory_of_rank(

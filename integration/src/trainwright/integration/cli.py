@@ -6,7 +6,7 @@ import argparse
 import io
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainwright.checkpointing import CheckpointingError
 from trainwright.checkpointing.errors import (
@@ -43,7 +43,18 @@ _GIVEN = (DamagedCheckpointError, MismatchError, NoCheckpointError, UntrustedErr
 _TOLD = (CheckpointingError, CollectiveError, GuardError, HaltError, LossScaleError)
 
 
+_MOST_WORDS = 5000
+"""Of a command line: the time to parse one grows with the square of its words."""
+
+
 class _Parser(argparse.ArgumentParser):
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str], namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        if len(args) > _MOST_WORDS:
+            self.error(f"the command line has {len(args):,} words, at most {_MOST_WORDS:,}")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
 

@@ -29,6 +29,7 @@ from trainwright.sharding.mesh.order import read_order, split_dp
 
 __all__ = ["AXES", "DENSE_AXES", "EXPERT_AXES", "HYBRID_AXES", "MeshShape"]
 
+_MOST_LETTERS = 1000
 _CHOSEN = ("pp", "dp", "cp", "tp", "ep", "etp", "dp_shard")
 _SIZE = re.compile(r"\d{1,18}", re.ASCII)
 _MAX_WORLD = 2**31 - 1  # to say what would fit instead of a larger one takes for ever
@@ -106,8 +107,12 @@ class MeshShape:
         It may end in an order, as ``"dp=2,pp=2,order=dp/pp/cp/tp"`` does.
 
         Raises:
-            ShardingError: An axis is unknown, named twice, or its size is no positive int.
+            ShardingError: An axis is unknown or named twice, a size no positive int, or it is long.
         """
+        if len(text) > _MOST_LETTERS:
+            raise ShardingError(
+                f"layout {text[:50]!r}... has {len(text):,} letters; write axes, such as dp=2"
+            )
         chosen: dict[str, Any] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             axis, equals, size = (piece.strip() for piece in part.partition("="))
