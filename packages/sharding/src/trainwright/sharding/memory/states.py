@@ -205,15 +205,7 @@ def buckets_of(
         sharing: How states are shared out.
         each: Bytes of a parameter.
     """
-    entries: list[LayoutEntry] = []
-    kinds: dict[GroupKey, BytesPerParameter] = {}
-    for one in held:
-        if one.numel:
-            own = each.wide if one.is_wide else each
-            key = _key_of(one, own)
-            kinds[key] = own
-            unit = one.name if one.is_at_both_ends else one.unit
-            entries.append(LayoutEntry(one.name, one.numel, key, unit))
+    entries, kinds = _entries_of(held, each)
     places = layout.places(rank)
 
     def size(key: GroupKey) -> int:
@@ -243,6 +235,22 @@ def buckets_of(
                 )
             )
     return tuple(found)
+
+
+def _entries_of(
+    held: Iterable[Held], each: BytesPerParameter
+) -> tuple[list[LayoutEntry], dict[GroupKey, BytesPerParameter]]:
+    """Return what is laid out, and what a parameter of each group takes."""
+    entries: list[LayoutEntry] = []
+    kinds: dict[GroupKey, BytesPerParameter] = {}
+    for one in held:
+        if one.numel:
+            own = each.wide if one.is_wide else each
+            key = _key_of(one, own)
+            kinds[key] = own
+            unit = one.name if one.is_at_both_ends else one.unit
+            entries.append(LayoutEntry(one.name, one.numel, key, unit))
+    return entries, kinds
 
 
 def _key_of(held: Held, each: BytesPerParameter) -> GroupKey:
