@@ -274,7 +274,8 @@ def test_steps_where_ranks_share_matrices_unevenly_are_the_serial_ones_but_for_r
 ) -> None:
     config = settings(layout=layout, dtype=dtype, **variant)
     steps = serial_steps("float32", GROUPED)
-    exact = [] if dtype in FLOAT8 else [steps[step][1] for step in STEPS[::2]]
+    # In bfloat16 alone the serial run's own roundings are as large as what the format bounds.
+    exact = [steps[step][1] for step in STEPS[::2]] if dtype == "bfloat16" else []
     assert_alike(config, GROUPED, early_and_late_states(GROUPED), APART[dtype], exact)
 
 
